@@ -1,0 +1,309 @@
+"""The streaming engine: one call, one optimizer step, whatever the model's size.
+
+Promise: for a fixed split into micro-batches the result does not depend on lanes, slots or on
+where a block lives, bit for bit (on CUDA with deterministic kernels).  With clipping the update
+of step k runs at the start of step k+1, ahead of each block's fetch; `flush()` does it earlier.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from megatrain.data import Row
+from megatrain.engine.buffers import StepBuffers
+from megatrain.engine.lanes import InlineLanes, Lanes, ThreadLanes
+from megatrain.engine.loss import Loss, cross_entropy
+from megatrain.engine.microbatch import MicroBatch, make_micro_batch, split_rows
+from megatrain.engine.worker import AdamWOptions, PendingUpdate, StepState, Worker
+from megatrain.errors import UserError
+from megatrain.memory import BlockStore
+from megatrain.models import BlockKind, BlockModel
+from megatrain.optim import device_update, host_updater, reference_update
+from megatrain.schedule import (
+    Op,
+    StepPlan,
+    build_evaluation,
+    build_flush,
+    build_step,
+    derive_waits,
+    initial_contents,
+    verify_contents,
+    verify_waits,
+    with_poison,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine trains."""
+
+    adamw: AdamWOptions = field(default_factory=AdamWOptions)
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    micro_batch_rows: int | None = None
+    """Rows per micro-batch; None runs all rows of a step at once."""
+    micro_batch_tokens: int | None = None
+    """Padded tokens per micro-batch; takes precedence over rows."""
+    gradient_dtype: str | None = None
+    """dtype of a gradient while it waits for its update; None: the compute dtype."""
+    loss_chunk_tokens: int = 1024
+    """Supervised tokens whose logits exist at one time."""
+    seed: int = 0
+    """Key of the randomness inside the model."""
+    layer_weight_slots: int = 2
+    layer_gradient_slots: int = 2
+    host_threads: int | None = None
+    """Threads of the host update; None: all cores but two, at least one."""
+    threads: bool | None = None
+    """Run lanes on threads; None: on CUDA only."""
+    allow_nonfinite_blocks: bool = False
+    """Without clipping: go on after a block's gradient was not finite (its update is skipped)."""
+    debug: bool = False
+    """Verify every list and poison slots whose content is dead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one optimizer step gave."""
+
+    loss: float
+    """Weighted mean over the step's supervised tokens."""
+    grad_norm: float
+    """Global norm before clipping."""
+    skipped: bool
+    """Nothing was updated because the loss or the norm was not finite."""
+    nonfinite_blocks: tuple[str, ...]
+    supervised_weight: float
+    real_tokens: int
+    padded_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSums:
+    """Sums of an evaluation, to be divided when all batches are in."""
+
+    loss_sum: float
+    weight_sum: float
+
+
+class NonFiniteGradientError(RuntimeError):
+    """A block's gradient was not finite in a run without clipping."""
+
+
+class Engine:
+    """Trains a block model whose state a store holds.
+
+    Args:
+        model: the blocks.
+        store: their state; `store.resident` names the blocks that live on the device.
+        options: how to train.
+        device: where blocks are computed.
+        loss: see `megatrain.engine.loss.Loss`; cross-entropy by default.
+        lanes: how lists are run; chosen from the device and the options by default.
+
+    Raises:
+        UserError: if nothing is trainable.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        store: BlockStore,
+        options: EngineOptions,
+        *,
+        device: torch.device,
+        loss: Loss = cross_entropy,
+        lanes: Lanes | None = None,
+    ) -> None:
+        streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
+        if not any(block.layout.trainable for block in streamed):
+            raise UserError(
+                asked="train with these frozen patterns",
+                found="no parameter left to train",
+                change="freeze less",
+            )
+        gradient_dtype = options.gradient_dtype or model.compute_dtype
+        if model.compute_dtype == "float32" and gradient_dtype != "float32":
+            raise UserError(
+                asked=f"gradient_dtype={gradient_dtype} with dtype=float32",
+                found="gradients that would be coarser than the computation",
+                change="leave gradient_dtype out, or train with dtype=bfloat16",
+            )
+        self.model, self.store, self.options, self.device = model, store, options, device
+        self.plan = StepPlan(
+            num_layers=model.num_layers,
+            num_micro=1,
+            trainable=tuple(block.layout.trainable for block in streamed),
+            clip=options.max_grad_norm > 0,
+            tied=bool(model.shared),
+            resident=store.resident,
+            layer_weight_slots=options.layer_weight_slots,
+            layer_gradient_slots=options.layer_gradient_slots,
+        )
+        self.steps_done = 0
+        self.skipped_steps = 0
+        self._pending: PendingUpdate | None = None
+        on_threads = device.type == "cuda" if options.threads is None else options.threads
+        self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes())
+        self.buffers = StepBuffers(
+            [block.layout for block in streamed],
+            self.plan,
+            device=device,
+            gradient_dtype=gradient_dtype,
+        )
+        model.move_buffers(device)
+        self._worker = Worker(
+            model=model,
+            store=store,
+            buffers=self.buffers,
+            device=device,
+            gradient_dtype=gradient_dtype,
+            adamw=options.adamw,
+            host_updater=host_updater(options.host_threads),
+            device_updater=device_update if device.type == "cuda" else reference_update,
+            loss=loss,
+            loss_chunk_tokens=options.loss_chunk_tokens,
+            seed=options.seed,
+            lowest_trainable=self.plan.lowest_trainable,
+            clip=self.plan.clip,
+        )
+
+    def step(self, rows: Sequence[Row], *, learning_rate: float) -> StepResult:
+        """One optimizer step over `rows`.
+
+        Raises:
+            UserError: if there are no rows or no token in them is supervised.
+            NonFiniteGradientError: without clipping, if a block's gradient is not finite.
+        """
+        batches = self._micro_batches(rows, training=True)
+        weight = float(sum(row.weights[1:].sum(dtype=float) for row in rows))
+        if weight <= 0:
+            raise UserError(
+                asked="one training step",
+                found=f"no supervised token in its {len(rows)} rows",
+                change="give rows with a completion or an assistant turn",
+            )
+        plan = replace(self.plan, num_micro=len(batches), pending=self._pending is not None)
+        # Without clipping a block is updated within its own step, with its own rate.
+        update = self._pending if plan.clip else PendingUpdate(
+            learning_rate=learning_rate, gradient_scale=1.0
+        )
+        state = StepState(
+            step=self.steps_done,
+            micro_batches=batches,
+            total_weight=weight,
+            training=True,
+            update=update,
+        )
+        self.model.train(True)
+        self._run(build_step(plan), state, plan)
+        self._pending = None
+        self.steps_done += 1
+        return self._conclude(state, rows, learning_rate)
+
+    def _conclude(
+        self, state: StepState, rows: Sequence[Row], learning_rate: float
+    ) -> StepResult:
+        """Clip factor and verdict of a step whose operations are all done."""
+        squares = [
+            float(square)
+            for block in sorted(state.home_squares)
+            for square in state.home_squares[block]
+        ]
+        assert state.home_loss_sum is not None
+        finite = all(map(math.isfinite, squares))
+        norm = math.sqrt(math.fsum(squares)) if finite else math.nan
+        skipped = not state.loss_is_finite
+        if self.plan.clip:
+            skipped = skipped or not math.isfinite(norm)
+            if not skipped:
+                # torch.nn.utils.clip_grad_norm_, with its 1e-6
+                scale = min(1.0, self.options.max_grad_norm / (norm + 1e-6))
+                self._pending = PendingUpdate(learning_rate=learning_rate, gradient_scale=scale)
+        self.skipped_steps += skipped
+        names = tuple(self.model.blocks[block].name for block in state.nonfinite_blocks)
+        if names and not self.options.allow_nonfinite_blocks:
+            raise NonFiniteGradientError(
+                f"step {state.step}: the gradient of {', '.join(names)} is not finite; these"
+                " blocks were not updated. Lower the learning rate or turn clipping on."
+            )
+        return StepResult(
+            loss=float(state.home_loss_sum) / state.total_weight,
+            grad_norm=norm,
+            skipped=skipped,
+            nonfinite_blocks=names,
+            supervised_weight=state.total_weight,
+            real_tokens=sum(len(row.input_ids) for row in rows),
+            padded_tokens=sum(batch.ids_BT.numel() for batch in state.micro_batches),
+        )
+
+    def flush(self) -> None:
+        """Apply updates that wait.  Needed before masters, moments or weights are read."""
+        if self._pending is None:
+            return
+        plan = replace(self.plan, pending=True)
+        state = StepState(
+            step=self.steps_done,
+            micro_batches=(),
+            total_weight=1.0,
+            training=True,
+            update=self._pending,
+        )
+        self._run(build_flush(plan), state, plan)
+        self._pending = None
+
+    def evaluate(self, rows: Sequence[Row]) -> EvalSums:
+        """Loss of `rows` with dropout off; pending updates are applied first."""
+        self.flush()
+        batches = self._micro_batches(rows, training=False)
+        plan = replace(self.plan, num_micro=len(batches))
+        state = StepState(
+            step=self.steps_done,
+            micro_batches=batches,
+            total_weight=1.0,
+            training=False,
+            update=None,
+        )
+        self.model.train(False)
+        self._run(build_evaluation(plan), state, plan)
+        assert state.home_loss_sum is not None
+        return EvalSums(
+            loss_sum=float(state.home_loss_sum),
+            weight_sum=float(sum(row.weights[1:].sum(dtype=float) for row in rows)),
+        )
+
+    def close(self) -> None:
+        """Apply waiting updates and give back page-locked memory; the engine is unusable then."""
+        self.flush()
+        self.buffers.close()
+
+    def _micro_batches(self, rows: Sequence[Row], *, training: bool) -> list[MicroBatch]:
+        if not rows or any(len(row.input_ids) == 0 for row in rows):
+            raise UserError(
+                asked=f"a step over {len(rows)} rows",
+                found="no rows, or a row of zero tokens",
+                change="give at least one row, each with at least one token",
+            )
+        alone = training and self.model.random  # so that randomness is keyed by row
+        groups = split_rows(
+            rows,
+            rows_per_micro=1 if alone else self.options.micro_batch_rows,
+            tokens_per_micro=None if alone else self.options.micro_batch_tokens,
+        )
+        batches, first = [], 0
+        for group in groups:
+            batches.append(make_micro_batch(group, first, self.device))
+            first += len(group)
+        return batches
+
+    def _run(self, ops: list[Op], state: StepState, plan: StepPlan) -> None:
+        if self.options.debug:
+            ops = with_poison(ops)
+            verify_contents(ops, initial_contents(plan))
+        waits = derive_waits(ops)
+        if self.options.debug:
+            verify_waits(ops, waits)
+        self._lanes.run(ops, waits, partial(self._worker.handle, state))

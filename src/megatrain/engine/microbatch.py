@@ -1,0 +1,75 @@
+"""Rows of one optimizer step cut into padded micro-batches.
+
+Padding is on the right.  Attention and recurrence are causal, so no mask is needed: a real token
+never sees padding, and padding carries no loss.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.data import Row
+
+PAD_TOKEN = 0
+NO_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """B rows padded to T tokens, on the compute device."""
+
+    ids_BT: Tensor
+    labels_BT: Tensor
+    """The next token, -100 where there is none."""
+    weights_BT: Tensor
+    """Loss weight of that next token, fp32."""
+    supervised_N: Tensor
+    """Flat positions (row * T + t) whose next token has a weight, ascending."""
+    first_row: int
+    """Index of the first row within the step."""
+
+
+def split_rows(
+    rows: Sequence[Row], *, rows_per_micro: int | None, tokens_per_micro: int | None
+) -> list[Sequence[Row]]:
+    """Consecutive groups of rows: a fixed number of rows, or padded tokens up to a limit.
+
+    A row longer than the token limit makes a micro-batch of its own.
+    """
+    if tokens_per_micro is None:
+        size = rows_per_micro or len(rows)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+    groups: list[list[Row]] = []
+    longest = 0
+    for row in rows:
+        longest = max(longest, len(row.input_ids))
+        if groups and longest * (len(groups[-1]) + 1) <= tokens_per_micro:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = len(row.input_ids)
+    return list(groups)
+
+
+def make_micro_batch(rows: Sequence[Row], first_row: int, device: torch.device) -> MicroBatch:
+    """Pad rows to the longest of them and shift labels and weights by one."""
+    num_rows, longest = len(rows), max(len(row.input_ids) for row in rows)
+    ids = np.full((num_rows, longest), PAD_TOKEN, dtype=np.int64)
+    labels = np.full((num_rows, longest), NO_LABEL, dtype=np.int64)
+    weights = np.zeros((num_rows, longest), dtype=np.float32)
+    for index, row in enumerate(rows):
+        length = len(row.input_ids)
+        ids[index, :length] = row.input_ids
+        labels[index, : length - 1] = row.input_ids[1:]
+        weights[index, : length - 1] = row.weights[1:]
+    supervised = np.flatnonzero(weights)
+    return MicroBatch(
+        ids_BT=torch.from_numpy(ids).to(device),
+        labels_BT=torch.from_numpy(labels).to(device),
+        weights_BT=torch.from_numpy(weights).to(device),
+        supervised_N=torch.from_numpy(supervised).to(device),
+        first_row=first_row,
+    )

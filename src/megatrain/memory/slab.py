@@ -1,0 +1,62 @@
+"""One large anonymous mapping for all host state, page-locked once if a GPU reads it.
+
+Anonymous private mapping with huge pages, registered with CUDA at its exact size: no rounding to
+powers of two, no second copy, one registration.  Price: the registration touches every page.
+"""
+
+import mmap
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import UserError
+
+ALIGN_BYTES = 4096
+
+
+class HostSlab:
+    """Hands out aligned pieces of one mapping, in order, and owns it.
+
+    Args:
+        nbytes: size, before rounding up to whole pages.
+        pin: register with CUDA for fast asynchronous copies.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        self.nbytes = max(-(-nbytes // ALIGN_BYTES), 1) * ALIGN_BYTES
+        self._mapping = mmap.mmap(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._used = 0
+        self._pinned = False
+        if pin:
+            self._register()
+
+    def _register(self) -> None:
+        self._bytes.zero_()  # torch's threads touch the pages faster than the driver would
+        status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
+        if int(status) != 0:
+            raise UserError(
+                asked=f"page-lock {self.nbytes / 2**30:.1f} GiB of host memory",
+                found=f"the driver refused it (cudaHostRegister returned {int(status)})",
+                change="raise the memlock limit (ulimit -l unlimited) or use a smaller model",
+            )
+        self._pinned = True
+
+    def take(self, nbytes: int) -> Tensor:
+        """The next `nbytes` bytes (uint8), zero-filled, aligned to a page."""
+        start = self._used
+        self._used += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        assert self._used <= self.nbytes, "slab is too small: sizes were computed wrongly"
+        return self._bytes[start : start + nbytes]
+
+    @staticmethod
+    def rounded(nbytes: int) -> int:
+        """Bytes that `take(nbytes)` uses up."""
+        return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+    def close(self) -> None:
+        """Undo the registration; the memory goes when the last tensor over it goes."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False

@@ -1,0 +1,15 @@
+"""Hugging Face causal language models as blocks; the only room that knows modelling code."""
+
+from megatrain.models.blocks import Block, BlockKind, BlockModel, LayerCall
+from megatrain.models.build import build_on_meta, read_config
+from megatrain.models.split import split_model
+
+__all__ = [
+    "Block",
+    "BlockKind",
+    "BlockModel",
+    "LayerCall",
+    "build_on_meta",
+    "read_config",
+    "split_model",
+]

@@ -1,0 +1,193 @@
+"""A causal LM as embed, decoder layers and head, each a pure function of its parameters.
+
+Shape legend: B rows, T tokens, D hidden size, N tokens of a chunk, V vocabulary.
+
+Promise: every function computes what Hugging Face's own forward computes, because it *is* that
+forward: the prologue stops at the last recorder, the epilogue starts there.  Parameters are
+arguments and are never stored; buffers are the model's own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.layout import BlockLayout
+from megatrain.models.recorder import (
+    Chain,
+    LayerCall,
+    PrologueDone,
+    as_layer_output,
+    first_tensor,
+    recorders_in,
+)
+
+__all__ = ["Block", "BlockKind", "BlockModel", "LayerCall"]
+
+Params = Mapping[str, Tensor]
+
+
+class BlockKind(StrEnum):
+    """What part of the model a block is."""
+
+    EMBED = "embed"
+    LAYER = "layer"
+    HEAD = "head"
+    UNUSED = "unused"
+    """Parameters that no forward reaches: stored and saved, never streamed or trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One unit of streaming: the parameters that are fetched and updated together."""
+
+    index: int
+    name: str
+    kind: BlockKind
+    layout: BlockLayout
+    """Names are full names in the model's state dict."""
+
+
+@dataclass(kw_only=True)
+class BlockModel:
+    """A Hugging Face model split into blocks.
+
+    `blocks` are embed, the layers in forward order, head and, if there are any, unused ones.
+    """
+
+    hf_model: Any
+    """The transformers model; parameters on meta, buffers real."""
+    container: nn.ModuleList
+    container_name: str
+    blocks: tuple[Block, ...]
+    compute_dtype: str
+    tied: dict[str, str]
+    """Alias name -> owner name; only owners stand in layouts."""
+    shared: tuple[str, ...]
+    """Parameters of embed that the head uses too (tied embeddings)."""
+    layer_outputs: tuple[tuple[Any, ...] | None, ...]
+    """Per layer: None if it returns a tensor, else the items that follow the hidden state."""
+    random: bool
+    """Whether anything random (dropout, jitter) happens in training mode."""
+
+    @property
+    def config(self) -> Any:
+        return self.hf_model.config
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.container)
+
+    @property
+    def embed(self) -> Block:
+        return self.blocks[0]
+
+    @property
+    def head(self) -> Block:
+        return self.blocks[self.num_layers + 1]
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(block.layout.num_params for block in self.blocks)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Move every buffer to the compute device."""
+        for module in self.hf_model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def train(self, mode: bool) -> None:
+        """Switch dropout and the like on or off."""
+        self.hf_model.train(mode)
+
+    def prologue(self, params: Params, ids_BT: Tensor) -> tuple[Tensor, list[LayerCall]]:
+        """Everything before the first layer.
+
+        Args:
+            params: the embed block's parameters by full name, on the compute device.
+            ids_BT: token ids, padded on the right.  No padding mask is needed: attention and
+                recurrence are causal, so a token never sees the padding behind it.
+
+        Returns:
+            The first layer's hidden state (B, T, D) and the arguments of every layer.
+        """
+        chain, calls, first = Chain(), [], []
+
+        def on_call(index: int, hidden: Tensor, call: LayerCall) -> Any:
+            chain.check(index, hidden)
+            if index == 0:
+                first.append(hidden)
+            calls.append(call)
+            if index == self.num_layers - 1:
+                raise PrologueDone
+            return as_layer_output(self.layer_outputs[index], chain.hand_out(hidden))
+
+        with recorders_in(self.container, on_call):
+            try:
+                functional_call(
+                    self.hf_model, dict(params), (), {"input_ids": ids_BT, "use_cache": False}
+                )
+            except PrologueDone:
+                pass
+        assert len(calls) == self.num_layers, f"{len(calls)} of {self.num_layers} layers called"
+        return first[0], calls
+
+    def layer(self, index: int, params: Params, x_BTD: Tensor, call: LayerCall) -> Tensor:
+        """One decoder layer.
+
+        Args:
+            index: position in the container, 0-based.
+            params: the layer's parameters by full name.
+            x_BTD: its input.
+            call: what `prologue` recorded for it.
+        """
+        prefix = f"{self.container_name}.{index}."
+        local = {name.removeprefix(prefix): tensor for name, tensor in params.items()}
+        args, kwargs = call.bind(x_BTD)
+        return first_tensor(functional_call(self.container[index], local, args, kwargs))
+
+    def epilogue(self, params: Params, hidden_ND: Tensor) -> Tensor:
+        """Everything behind the last layer, for one chunk of tokens.
+
+        Args:
+            params: the head block's parameters and the shared ones, by full name.
+            hidden_ND: the last layer's output for N tokens, in any order.
+
+        Returns:
+            logits (N, V) in the compute dtype.
+        """
+        device = hidden_ND.device
+        stand_ins = {
+            placed.name: torch.zeros((), dtype=_dtype(segment.dtype), device=device).expand(
+                placed.shape
+            )
+            for segment in self.embed.layout.segments
+            for placed in segment.params
+            if placed.name not in params
+        }
+        hidden_1ND = hidden_ND.unsqueeze(0)
+
+        def on_call(index: int, hidden: Tensor, call: LayerCall) -> Any:
+            last = index == self.num_layers - 1
+            return as_layer_output(self.layer_outputs[index], hidden_1ND if last else hidden)
+
+        ids_1N = torch.zeros(hidden_1ND.shape[:2], dtype=torch.long, device=device)
+        with recorders_in(self.container, on_call):
+            output = functional_call(
+                self.hf_model,
+                {**stand_ins, **params},
+                (),
+                {"input_ids": ids_1N, "use_cache": False},
+            )
+        logits_NV: Tensor = output.logits[0]
+        return logits_NV
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -1,0 +1,467 @@
+"""One optimizer step as data: a list of operations on lanes, before anything runs.
+
+Every operation names the slots (buffers) it reads and writes and what they must hold.  From that
+alone follow the waits between lanes (`derive_waits`), the proof that each operation finds what it
+expects (`verify_contents`) and that no conflicting pair is left unordered (`verify_waits`).  The
+engine runs the same list on threads and CUDA streams, or inline on the CPU.
+
+The order within a lane is the list's order.  Between lanes only the waits count.
+
+Blocks are numbered: 0 is embed, 1..L the decoder layers, L+1 the head.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class ScheduleError(AssertionError):
+    """The list of operations is wrong: a bug of ours, never a user's mistake."""
+
+
+class Lane(StrEnum):
+    """What runs in parallel."""
+
+    H2D = "h2d"
+    COMPUTE = "compute"
+    D2H = "d2h"
+    HOST = "host"
+
+
+class OpKind(StrEnum):
+    """What an operation does."""
+
+    UPDATE = "update"
+    """AdamW over one block's state, from its waiting gradient."""
+    FETCH = "fetch"
+    """A block's weights, host to device."""
+    FORWARD = "forward"
+    """One block, one micro-batch; the input is kept, nothing else."""
+    ZERO = "zero"
+    """Clear a block's fp32 gradient sum."""
+    LOSS = "loss"
+    """Head forward, loss and head backward of one micro-batch."""
+    BACKWARD = "backward"
+    """Recompute one block for one micro-batch, then its backward; add to the fp32 sum."""
+    FINISH = "finish"
+    """Round the block's summed gradient once and take its sum of squares."""
+    OFFLOAD = "offload"
+    """The rounded gradient and its sum of squares, device to host."""
+    OFFLOAD_LOSS = "offload_loss"
+    DECIDE = "decide"
+    """With clipping: global norm and clip factor.  Without: is the loss finite?"""
+    POISON = "poison"
+    """Debug: overwrite a slot whose content is dead."""
+
+
+class Space(StrEnum):
+    """Kinds of slots."""
+
+    STATE = "state"
+    """Weight, residual and moments of a block, at home (host, or device if resident)."""
+    HOME_GRADIENT = "home_gradient"
+    """A rounded gradient that waits for its update, where the update runs."""
+    WEIGHTS = "weights"
+    ACCUMULATOR = "accumulator"
+    STAGING = "staging"
+    """A rounded gradient on its way to the host."""
+    BOUNDARY = "boundary"
+    """The input of a block for one micro-batch."""
+    CALLS = "calls"
+    """What the prologue recorded for one micro-batch."""
+    STREAM = "stream"
+    """Gradient of the loss with respect to a block's output, one micro-batch."""
+    SQUARES = "squares"
+    HOME_SQUARES = "home_squares"
+    LOSS = "loss"
+    HOME_LOSS = "home_loss"
+    DECISION = "decision"
+
+
+POISONED = (Space.WEIGHTS, Space.ACCUMULATOR, Space.STAGING)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Slot:
+    """One buffer."""
+
+    space: Space
+    index: int = 0
+    micro: int = 0
+
+
+Content = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One operation."""
+
+    kind: OpKind
+    lane: Lane
+    block: int = 0
+    micro: int = 0
+    reads: dict[Slot, Content] = field(default_factory=dict)
+    writes: dict[Slot, Content] = field(default_factory=dict)
+
+    def slot(self, space: Space, content: Content | None = None) -> int:
+        """Index of the one slot of `space` that this operation touches (with this content)."""
+        found = {
+            slot.index
+            for slot, held in [*self.reads.items(), *self.writes.items()]
+            if slot.space is space and (content is None or held == content)
+        }
+        if len(found) != 1:
+            raise ScheduleError(f"{self.kind} of block {self.block}: {len(found)} {space} slots")
+        return found.pop()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """What decides a step's list of operations."""
+
+    num_layers: int
+    num_micro: int
+    trainable: tuple[bool, ...]
+    """Per block, embed to head."""
+    clip: bool
+    """Clipping: updates wait for the norm and run ahead of the next forward."""
+    pending: bool = False
+    """Whether updates of the previous step are still to be done."""
+    tied: bool = False
+    """The head uses parameters of embed."""
+    resident: frozenset[int] = frozenset()
+    """Blocks whose state lives on the device."""
+    layer_weight_slots: int = 2
+    layer_gradient_slots: int = 2
+    """Slots of each kind that the layers share; embed and head have one of their own."""
+
+    @property
+    def head(self) -> int:
+        return self.num_layers + 1
+
+    @property
+    def lowest_trainable(self) -> int:
+        return self.trainable.index(True)
+
+    def gradient_slot(self, block: int) -> int:
+        """The accumulator, staging and (without clipping) home slot of a block's gradient."""
+        if block == 0:
+            return self.layer_gradient_slots
+        if block == self.head:
+            return self.layer_gradient_slots + 1
+        return block % self.layer_gradient_slots
+
+    def home_gradient_slot(self, block: int) -> int:
+        """With clipping or at home on the device every block has its own, else a small ring."""
+        return block if self.clip or block in self.resident else -1 - self.gradient_slot(block)
+
+
+class _Builder:
+    """Builds the list in program order; remembers which block is in which weight slot."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.ops: list[Op] = []
+        self.in_slot: dict[int, int] = {}
+        self.next_slot = 0
+
+    def add(self, kind: OpKind, lane: Lane, block: int = 0, micro: int = 0) -> Op:
+        op = Op(kind=kind, lane=lane, block=block, micro=micro)
+        self.ops.append(op)
+        return op
+
+    def update(self, block: int) -> None:
+        """The update of a block, where its state lives."""
+        if not self.plan.trainable[block]:
+            return
+        plan, resident = self.plan, block in self.plan.resident
+        op = self.add(OpKind.UPDATE, Lane.COMPUTE if resident else Lane.HOST, block)
+        state = Slot(space=Space.STATE, index=block)
+        home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
+        if plan.clip:
+            op.reads.update({state: ("state", block, "due"), home: ("waiting", block)})
+            op.writes[state] = ("state", block, "current")
+        else:
+            op.reads.update({state: ("state", block, "current"), home: ("gradient", block)})
+            op.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
+            op.reads[Slot(space=Space.DECISION)] = ("decision",)
+            op.writes[state] = ("state", block, "next")
+
+    def fetch(self, block: int) -> None:
+        """Bring a block's weights into a slot unless they are there or live on the device."""
+        plan = self.plan
+        if block in plan.resident or block in self.in_slot.values():
+            return
+        if block in (0, plan.head):
+            slot = plan.layer_weight_slots + (block == plan.head)
+        else:
+            slot, self.next_slot = self.next_slot, (self.next_slot + 1) % plan.layer_weight_slots
+        self.in_slot[slot] = block
+        op = self.add(OpKind.FETCH, Lane.H2D, block)
+        op.reads[Slot(space=Space.STATE, index=block)] = ("state", block, "current")
+        op.writes[Slot(space=Space.WEIGHTS, index=slot)] = ("weights", block)
+
+    def read_weights(self, op: Op, block: int) -> None:
+        if block in self.plan.resident:
+            op.reads[Slot(space=Space.STATE, index=block)] = ("state", block, "current")
+            return
+        slot = next(slot for slot, held in self.in_slot.items() if held == block)
+        op.reads[Slot(space=Space.WEIGHTS, index=slot)] = ("weights", block)
+
+    def accumulate(self, op: Op, block: int) -> None:
+        if self.plan.trainable[block]:
+            slot = Slot(space=Space.ACCUMULATOR, index=self.plan.gradient_slot(block))
+            op.reads[slot] = op.writes[slot] = ("sum", block)
+
+    def zero(self, block: int) -> None:
+        if self.plan.trainable[block]:
+            op = self.add(OpKind.ZERO, Lane.COMPUTE, block)
+            slot = Slot(space=Space.ACCUMULATOR, index=self.plan.gradient_slot(block))
+            op.writes[slot] = ("sum", block)
+
+    def forward(self, block: int, micro: int) -> None:
+        op = self.add(OpKind.FORWARD, Lane.COMPUTE, block, micro)
+        self.read_weights(op, block)
+        calls = Slot(space=Space.CALLS, micro=micro)
+        if block == 0:
+            op.writes[calls] = ("calls", micro)
+        else:
+            op.reads[calls] = ("calls", micro)
+            op.reads[self.boundary(block, micro)] = ("input", block, micro)
+        op.writes[self.boundary(block + 1, micro)] = ("input", block + 1, micro)
+
+    @staticmethod
+    def boundary(block: int, micro: int) -> Slot:
+        return Slot(space=Space.BOUNDARY, index=block, micro=micro)
+
+    def loss(self, micro: int) -> None:
+        plan = self.plan
+        op = self.add(OpKind.LOSS, Lane.COMPUTE, plan.head, micro)
+        self.read_weights(op, plan.head)
+        self.accumulate(op, plan.head)
+        if plan.tied:
+            self.read_weights(op, 0)
+            self.accumulate(op, 0)
+        op.reads[self.boundary(plan.head, micro)] = ("input", plan.head, micro)
+        op.writes[Slot(space=Space.STREAM, micro=micro)] = ("output gradient", plan.num_layers)
+        op.writes[Slot(space=Space.LOSS)] = ("loss", micro)
+        if micro > 0:
+            op.reads[Slot(space=Space.LOSS)] = ("loss", micro - 1)
+
+    def backward(self, block: int, micro: int) -> None:
+        op = self.add(OpKind.BACKWARD, Lane.COMPUTE, block, micro)
+        self.read_weights(op, block)
+        self.accumulate(op, block)
+        stream = Slot(space=Space.STREAM, micro=micro)
+        op.reads[stream] = ("output gradient", block)
+        op.writes[stream] = ("output gradient", block - 1)
+        if block > 0:
+            op.reads[self.boundary(block, micro)] = ("input", block, micro)
+            op.reads[Slot(space=Space.CALLS, micro=micro)] = ("calls", micro)
+
+    def finish(self, block: int) -> None:
+        """Round, square, bring home and, without clipping, update."""
+        plan = self.plan
+        if not plan.trainable[block]:
+            return
+        source = Slot(space=Space.ACCUMULATOR, index=plan.gradient_slot(block))
+        home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
+        staging = Slot(space=Space.STAGING, index=plan.gradient_slot(block))
+        squares = Slot(space=Space.SQUARES, index=block)
+        resident = block in plan.resident
+        finish = self.add(OpKind.FINISH, Lane.COMPUTE, block)
+        finish.reads[source] = ("sum", block)
+        finish.writes[home if resident else staging] = ("gradient", block)
+        finish.writes[squares] = ("squares", block)
+        offload = self.add(OpKind.OFFLOAD, Lane.D2H, block)
+        offload.reads[squares] = ("squares", block)
+        offload.writes[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
+        if not resident:
+            offload.reads[staging] = ("gradient", block)
+            offload.writes[home] = ("gradient", block)
+        if not plan.clip:
+            self.update(block)
+
+    def bring_loss_home(self) -> None:
+        op = self.add(OpKind.OFFLOAD_LOSS, Lane.D2H)
+        op.reads[Slot(space=Space.LOSS)] = ("loss", self.plan.num_micro - 1)
+        op.writes[Slot(space=Space.HOME_LOSS)] = ("loss",)
+
+    def decide(self) -> None:
+        op = self.add(OpKind.DECIDE, Lane.HOST)
+        op.reads[Slot(space=Space.HOME_LOSS)] = ("loss",)
+        op.writes[Slot(space=Space.DECISION)] = ("decision",)
+        if self.plan.clip:
+            for block in _trainable_blocks(self.plan):
+                op.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
+
+
+def _trainable_blocks(plan: StepPlan) -> list[int]:
+    return [block for block, trainable in enumerate(plan.trainable) if trainable]
+
+
+def build_step(plan: StepPlan) -> list[Op]:
+    """One optimizer step, layer-major: all micro-batches of a block before the next block."""
+    build, micros = _Builder(plan), range(plan.num_micro)
+    for block in range(plan.head + 1):
+        if plan.pending:
+            build.update(block)
+        build.fetch(block)
+        if block != plan.head:
+            for micro in micros:
+                build.forward(block, micro)
+    build.zero(plan.head)
+    if plan.tied:
+        build.zero(0)
+    for micro in micros:
+        build.loss(micro)
+    build.bring_loss_home()
+    if not plan.clip:
+        build.decide()
+    build.finish(plan.head)
+    for block in range(plan.num_layers, -1, -1):
+        if block < plan.lowest_trainable:
+            break
+        if not (plan.tied and block == 0):
+            build.zero(block)
+        build.fetch(block)
+        for micro in micros:
+            build.backward(block, micro)
+        build.finish(block)
+    if plan.clip:
+        build.decide()
+    return build.ops
+
+
+def build_flush(plan: StepPlan) -> list[Op]:
+    """Only the pending updates, in forward order."""
+    build = _Builder(plan)
+    for block in range(plan.head + 1):
+        build.update(block)
+    return build.ops
+
+
+def build_evaluation(plan: StepPlan) -> list[Op]:
+    """Forward and loss without gradients (the engine's LOSS operation knows it is evaluating)."""
+    build, micros = _Builder(plan), range(plan.num_micro)
+    for block in range(plan.head + 1):
+        build.fetch(block)
+        for micro in micros:
+            if block == plan.head:
+                build.loss(micro)
+            else:
+                build.forward(block, micro)
+    build.bring_loss_home()
+    for op in build.ops:  # no gradients: neither sums nor an output gradient are touched
+        for accesses in (op.reads, op.writes):
+            for slot in [s for s in accesses if s.space in (Space.ACCUMULATOR, Space.STREAM)]:
+                del accesses[slot]
+    return build.ops
+
+
+def initial_contents(plan: StepPlan) -> dict[Slot, Content]:
+    """What the slots hold before the step."""
+    contents: dict[Slot, Content] = {}
+    for block, trainable in enumerate(plan.trainable):
+        due = plan.pending and trainable
+        contents[Slot(space=Space.STATE, index=block)] = (
+            "state",
+            block,
+            "due" if due else "current",
+        )
+        if due:
+            home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
+            contents[home] = ("waiting", block)
+    return contents
+
+
+def derive_waits(ops: Sequence[Op]) -> tuple[tuple[int, ...], ...]:
+    """For each operation the operations of other lanes that must be done before it.
+
+    Read after write, write after read and write after write on one slot; the latest per lane,
+    because a lane keeps its order.
+    """
+    waits = []
+    for index, _, conflicts in _conflicts(ops):
+        latest: dict[Lane, int] = {}
+        for earlier in conflicts:
+            lane = ops[earlier].lane
+            if lane is not ops[index].lane:
+                latest[lane] = max(latest.get(lane, -1), earlier)
+        waits.append(tuple(sorted(latest.values())))
+    return tuple(waits)
+
+
+def _conflicts(ops: Sequence[Op]) -> Iterable[tuple[int, Op, set[int]]]:
+    """(index, operation, earlier operations that touch a slot in a conflicting way)."""
+    writer: dict[Slot, int] = {}
+    readers: dict[Slot, list[int]] = {}
+    for index, op in enumerate(ops):
+        conflicts = {writer[slot] for slot in [*op.reads, *op.writes] if slot in writer}
+        for slot in op.writes:
+            conflicts.update(readers.get(slot, ()))
+        yield index, op, conflicts
+        for slot in op.reads:
+            readers.setdefault(slot, []).append(index)
+        for slot in op.writes:
+            writer[slot], readers[slot] = index, []
+
+
+def verify_contents(ops: Sequence[Op], initial: dict[Slot, Content]) -> None:
+    """Walk the list in order and check that every slot read holds what the reader expects.
+
+    Raises:
+        ScheduleError: naming the operation, the slot, what it holds and what was expected.
+    """
+    contents = dict(initial)
+    for index, op in enumerate(ops):
+        for slot, expected in op.reads.items():
+            held = contents.get(slot)
+            if held != expected:
+                raise ScheduleError(
+                    f"operation {index} ({op.kind} block {op.block} micro {op.micro}) reads {slot}:"
+                    f" holds {held}, expected {expected}"
+                )
+        contents.update(op.writes)
+
+
+def verify_waits(ops: Sequence[Op], waits: Sequence[Sequence[int]]) -> None:
+    """Check that lanes and waits order every conflicting pair of operations.
+
+    Raises:
+        ScheduleError: naming a pair that could run in either order.
+    """
+    clocks: list[dict[Lane, int]] = []
+    last: dict[Lane, int] = {}
+    for index, op, conflicts in _conflicts(ops):
+        clock: dict[Lane, int] = {}
+        before = [*waits[index], *([last[op.lane]] if op.lane in last else [])]
+        for earlier in before:
+            for lane, done in clocks[earlier].items():
+                clock[lane] = max(clock.get(lane, -1), done)
+        for earlier in conflicts:
+            if clock.get(ops[earlier].lane, -1) < earlier:
+                raise ScheduleError(
+                    f"operations {earlier} ({ops[earlier].kind}) and {index} ({op.kind}) touch the"
+                    " same slot and are not ordered"
+                )
+        clock[op.lane] = index
+        clocks.append(clock)
+        last[op.lane] = index
+
+
+def with_poison(ops: Sequence[Op], spaces: Sequence[Space] = POISONED) -> list[Op]:
+    """Insert an operation that overwrites a device slot right after its content's last use."""
+    used_later: set[Slot] = set()
+    result: list[Op] = []
+    for op in reversed(ops):
+        for slot in {**op.reads, **op.writes}:
+            if slot.space in spaces and slot not in used_later:
+                poison = Op(kind=OpKind.POISON, lane=Lane.COMPUTE, block=op.block)
+                poison.writes[slot] = ("poison",)
+                result.append(poison)
+        result.append(op)
+        used_later -= {slot for slot in op.writes if slot not in op.reads}
+        used_later |= set(op.reads)
+    return result[::-1]

@@ -1,0 +1,40 @@
+"""Sizes and their units."""
+
+import re
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of "24GiB", "24G" (the same), "24000MB" or a plain number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
+    if match is None or match[2].upper() not in UNITS:
+        raise ValueError(f"'{text}' is not a size such as 24GiB or 24000MB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def format_bytes(nbytes: float) -> str:
+    """A size in the largest binary unit that keeps it at 1 or more."""
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
