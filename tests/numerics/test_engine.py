@@ -28,7 +28,7 @@ from .harness import (
     same_bits,
 )
 
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 1e-3
 OPTIONS = EngineOptions(adamw=ADAMW, debug=True, host_threads=1)
 STEPS = [make_rows(8, seed) for seed in range(3)]
 

@@ -1,0 +1,220 @@
+"""A checkpoint's tensors to blocks and back, one block at a time.
+
+Promise: never more than one block's tensors in memory beside the store.  Renamings and fused
+experts are transformers' own conversions, run on a state dict that holds one block only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+    revert_weight_conversion,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+
+from megatrain.errors import UserError
+from megatrain.models.blocks import Block, BlockModel
+from megatrain.models.initialise import initialise_block
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(kw_only=True)
+class LoadReport:
+    """What did not match."""
+
+    missing: list[str] = field(default_factory=list)
+    """Parameters that the checkpoint lacks; initialised as the model would."""
+    unexpected: list[str] = field(default_factory=list)
+    """Tensors of the checkpoint that the model has no place for."""
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """The safetensors files of a model directory.
+
+    Raises:
+        UserError: if there are none, or one that the index names is missing.
+    """
+    index = path / INDEX_NAME
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [path / name for name in names]
+    else:
+        files = [path / SINGLE_NAME]
+    for file in files:
+        if not file.is_file():
+            raise UserError(
+                asked=f"the weights of {path}",
+                found=f"no file {file.name}",
+                change="give a directory with safetensors weights (convert others with"
+                " save_pretrained)",
+            )
+    return files
+
+
+def load_block_weights(
+    model: BlockModel, path: Path, report: LoadReport, *, seed: int = 0
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Yield (block index, tensors by full name), block by block.
+
+    Tensors keep the checkpoint's dtype.  Persistent buffers go straight into the model.
+
+    Raises:
+        UserError: if weights are missing from most of the model, have another shape, or are
+            quantised.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise UserError(
+            asked=f"train the weights of {path}",
+            found="quantised weights",
+            change="give the unquantised checkpoint",
+        )
+    handles = [safe_open(file, framework="pt") for file in checkpoint_files(path)]
+    source = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118
+    by_target = _sources_by_target(model, list(source), report)
+    _load_buffers(model, source, by_target)
+    owned = [param.name for block in model.blocks for param in block.layout.params]
+    report.missing += [name for name in owned if _target(model, name, by_target) is None]
+    if len(report.missing) > len(owned) // 2:
+        raise UserError(
+            asked=f"the weights of {path}",
+            found=f"{len(report.missing)} of {len(owned)} parameters missing"
+            f" (the first: {report.missing[0]})",
+            change="check that the checkpoint belongs to this config.json",
+        )
+    for block in model.blocks:
+        yield block.index, _load_block(model, block, source, by_target, seed)
+
+
+def _sources_by_target(
+    model: BlockModel, keys: list[str], report: LoadReport
+) -> dict[str, list[str]]:
+    """Checkpoint keys by the model tensor that they load into."""
+    hf_model = model.hf_model
+    mapping = get_model_conversion_mapping(hf_model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state = hf_model.state_dict()
+    by_target: dict[str, list[str]] = {}
+    for key in keys:
+        target, _ = rename_source_key(
+            key, renamings, converters, hf_model.base_model_prefix, state
+        )
+        if target in state:
+            by_target.setdefault(target, []).append(key)
+        else:
+            report.unexpected.append(key)
+    return by_target
+
+
+def _target(model: BlockModel, name: str, by_target: Mapping[str, list[str]]) -> str | None:
+    """The name under which the checkpoint holds a parameter: its own or a tied one."""
+    aliases = [alias for alias, owner in model.tied.items() if owner == name]
+    return next((known for known in [name, *aliases] if known in by_target), None)
+
+
+def _load_buffers(
+    model: BlockModel, source: Mapping[str, Any], by_target: Mapping[str, list[str]]
+) -> None:
+    for name, buffer in model.hf_model.named_buffers():
+        for key in by_target.get(name, ()):
+            buffer.copy_(source[key].get_tensor(key))
+
+
+def _load_block(
+    model: BlockModel,
+    block: Block,
+    source: Mapping[str, Any],
+    by_target: Mapping[str, list[str]],
+    seed: int,
+) -> dict[str, Tensor]:
+    targets = {p.name: _target(model, p.name, by_target) for p in block.layout.params}
+    keys = _keys_of(block, targets, by_target)
+    tensors = {key: source[key].get_tensor(key) for key in keys}
+    loaded = _convert(model, tensors)
+    found = {}
+    for placed in block.layout.params:
+        target = targets[placed.name]
+        if target is None:
+            continue  # missing from the checkpoint, reported
+        tensor = loaded.get(target)  # transformers leaves out what does not fit
+        if tensor is None or tuple(tensor.shape) != placed.shape:
+            shapes = [str(tuple(tensors[key].shape)) for key in by_target[target]]
+            raise UserError(
+                asked=f"the weights of {placed.name}",
+                found=f"shape {', '.join(shapes)} in the checkpoint, {placed.shape} by config",
+                change="check that config.json belongs to the weights",
+            )
+        found[placed.name] = tensor
+    absent = [p.name for p in block.layout.params if p.name not in found]
+    if absent:
+        fresh = initialise_block(model, block, seed)
+        found.update({name: fresh[name] for name in absent})
+    return found
+
+
+def _keys_of(
+    block: Block, targets: Mapping[str, str | None], by_target: Mapping[str, list[str]]
+) -> list[str]:
+    """Checkpoint keys for a block; a converter may fill several targets from the first one."""
+    keys = [key for target in targets.values() if target for key in by_target[target]]
+    return list(dict.fromkeys(keys))
+
+
+def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' conversion of these checkpoint tensors; the model is left on meta."""
+    hf_model = model.hf_model
+    on_meta = {
+        name: (module, leaf, param)
+        for prefix, module in hf_model.named_modules()
+        for leaf, param in module._parameters.items()
+        if param is not None and (name := f"{prefix}.{leaf}" if prefix else leaf)
+    }
+    dtypes = {name: param.dtype for name, (_, _, param) in on_meta.items()}
+    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
+    config = LoadStateDictConfig(
+        dtype=dtype, weight_mapping=get_model_conversion_mapping(hf_model)
+    )
+    try:
+        for name, (module, leaf, param) in on_meta.items():  # keep the checkpoint's precision
+            if param.dtype != dtype:
+                module._parameters[leaf] = nn.Parameter(
+                    torch.empty_like(param, dtype=dtype), requires_grad=False
+                )
+        convert_and_load_state_dict_in_model(
+            model=hf_model, state_dict=dict(tensors), load_config=config
+        )
+        return {
+            name: param.detach()
+            for name, (module, leaf, _) in on_meta.items()
+            if (param := module._parameters[leaf]) is not None and not param.is_meta
+        }
+    finally:
+        for module, leaf, param in on_meta.values():
+            module._parameters[leaf] = param
+        assert all(p.dtype == dtypes[n] for n, p in hf_model.named_parameters())
+
+
+def checkpoint_tensors(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A block's tensors under the names and in the shapes that checkpoints of this kind have."""
+    converted: dict[str, Tensor] = revert_weight_conversion(model.hf_model, dict(tensors))
+    return converted
+
+
+def persistent_buffers(model: BlockModel) -> dict[str, Tensor]:
+    """Buffers that belong into a checkpoint."""
+    names = {name for name, _ in model.hf_model.named_parameters(remove_duplicate=False)}
+    state = model.hf_model.state_dict()
+    return {name: tensor for name, tensor in state.items() if name not in names}

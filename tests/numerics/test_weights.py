@@ -1,0 +1,126 @@
+"""Checkpoints in, checkpoints out: what transformers wrote is what it reads back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatrain.checkpoint import save_model
+from megatrain.errors import UserError
+from megatrain.memory import BlockStore
+from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.initialise import init_block_weights
+from megatrain.models.weights import LoadReport, load_block_weights
+from transformers import AutoModelForCausalLM
+
+from .harness import CONFIGS, make_config, reference_model
+
+NAMES = ["llama", "llama_tied", "qwen2", "gemma2", "mixtral", "gpt2"]
+
+
+def blocks_of(path: Path, dtype: str = "float32") -> BlockModel:
+    return split_model(
+        build_on_meta(read_config(path), compute_dtype=dtype), compute_dtype=dtype
+    )
+
+
+def fill(model: BlockModel, path: Path) -> tuple[BlockStore, LoadReport]:
+    store = BlockStore([b.layout for b in model.blocks], device=torch.device("cpu"))
+    report = LoadReport()
+    for index, tensors in load_block_weights(model, path, report):
+        store.write(index, tensors)
+    return store, report
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_load_and_save_round_trip(name: str, dtype: str, tmp_path: Path) -> None:
+    reference = reference_model(make_config(name)).eval()
+    reference.save_pretrained(tmp_path / "in", max_shard_size="30KB")
+    model = blocks_of(tmp_path / "in", dtype)
+    store, report = fill(model, tmp_path / "in")
+    assert report.missing == [] and report.unexpected == []
+    expected = dict(reference.named_parameters())
+    for block in model.blocks:
+        for full_name, master in store.masters(block.index).items():
+            assert torch.equal(master, expected[full_name]), full_name
+    save_model(model, store.masters, tmp_path / "out", dtype="float32", max_shard_bytes=30_000)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(ids).logits, reference(ids).logits)
+    assert {p.name for p in (tmp_path / "out").iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    }
+    assert not (tmp_path / ".out.writing").exists()
+
+
+def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
+    reference_model(make_config("llama_tied")).save_pretrained(tmp_path / "in")
+    model = blocks_of(tmp_path / "in")
+    store, _ = fill(model, tmp_path / "in")
+    save_model(model, store.masters, tmp_path / "out", dtype="bfloat16")
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        keys = set(file.keys())
+        assert file.get_tensor("model.norm.weight").dtype is torch.bfloat16
+    assert "model.embed_tokens.weight" in keys and "lm_head.weight" not in keys
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_initialisation_has_the_statistics_of_transformers_own(name: str) -> None:
+    config = make_config(name)
+    model = split_model(
+        build_on_meta(config, compute_dtype="float32"), compute_dtype="float32"
+    )
+    buffers = {n: b.clone() for n, b in model.hf_model.named_buffers()}
+    mine = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}
+    again = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}
+    other = {n: t for _, ts in init_block_weights(model, seed=4) for n, t in ts.items()}
+    assert all(torch.equal(mine[n], again[n]) for n in mine)
+    assert any(not torch.equal(mine[n], other[n]) for n in mine)
+    named = reference_model(config, seed=1).named_parameters()
+    expected = {full_name: param.detach() for full_name, param in named}
+    assert mine.keys() == expected.keys()
+    for full_name, tensor in expected.items():
+        spread = float(tensor.std()) if tensor.numel() > 1 else 0.0
+        error = 6 * spread / tensor.numel() ** 0.5  # six standard errors of mean and deviation
+        assert abs(float(mine[full_name].mean() - tensor.mean())) <= error, full_name
+        assert abs(float(mine[full_name].std() - tensor.std())) <= error, full_name
+    assert all(torch.equal(b, buffers[n]) for n, b in model.hf_model.named_buffers())
+
+
+def test_missing_weights_are_initialised_and_named(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    reference_model(make_config("llama")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("model.norm.weight")
+    tensors["surplus"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    store, report = fill(blocks_of(tmp_path), tmp_path)
+    assert report.missing == ["model.norm.weight"] and report.unexpected == ["surplus"]
+    assert torch.equal(store.masters(4)["model.norm.weight"], torch.ones(32))
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    reference_model(make_config("llama")).save_pretrained(tmp_path)
+    config = make_config("llama")
+    config.intermediate_size = 64
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="shape"):
+        fill(blocks_of(tmp_path), tmp_path)
+
+
+def test_no_weights_is_one_clear_error(tmp_path: Path) -> None:
+    make_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no file model\.safetensors"):
+        fill(blocks_of(tmp_path), tmp_path)
+
+
+assert set(NAMES) <= CONFIGS.keys()
