@@ -7,7 +7,7 @@ Both are imported on first use, because torch takes seconds to import.
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Trainer", "TrainConfig", "__version__"]
+__all__ = ["Engine", "TrainConfig", "Trainer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,6 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_pt_utils import get_parameter_names
+
 from megatrain.data import Row
 from megatrain.engine import Engine, EngineOptions, StepResult
 from megatrain.engine.microbatch import make_micro_batch, split_rows
@@ -17,10 +22,6 @@ from megatrain.engine.worker import AdamWOptions
 from megatrain.layout import Purpose
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, split_model
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.trainer_pt_utils import get_parameter_names
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -153,7 +154,7 @@ class Reference:
         loss_sum = 0.0
         groups = split_rows(rows, rows_per_micro=self.rows_per_micro, tokens_per_micro=None)
         for group in groups:
-            batch = make_micro_batch(group, 0, torch.device("cpu"))
+            batch = make_micro_batch(group, 0, self.model.device)
             mask = torch.zeros_like(batch.ids_BT)
             for index, row in enumerate(group):
                 mask[index, : len(row.input_ids)] = 1
@@ -175,9 +176,7 @@ class Reference:
             if self.max_grad_norm > 0
             else torch.stack([p.grad.norm() for p in trained]).norm()
         )
-        gradients = {
-            n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad
-        }
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer.step()
         return ReferenceStep(loss=loss_sum / total, norm=float(norm), gradients=gradients)
 

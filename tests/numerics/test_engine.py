@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from megatrain.engine import EngineOptions
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.lanes import Handler
 from megatrain.layout import Purpose
 from megatrain.schedule import Lane, Op, OpKind
-from torch import Tensor
 
 from .harness import (
     ADAMW,
@@ -33,7 +34,7 @@ OPTIONS = EngineOptions(adamw=ADAMW, debug=True, host_threads=1)
 STEPS = [make_rows(8, seed) for seed in range(3)]
 
 # Summation order only: fp32 sums of a few thousand terms.  Adam divides a moment by its own root,
-# so an element whose gradient is nearly zero can amplify rounding; hence the wider bound on masters.
+# so an element whose gradient is nearly zero can amplify rounding: masters get a wider bound.
 GRADIENT_TOLERANCE = 2e-5
 MASTER_TOLERANCE = 2e-4
 LOSS_TOLERANCE = 5e-6
@@ -244,8 +245,9 @@ def test_tiny_learning_rates_move_masters_that_bf16_would_lose() -> None:
     masters = masters_of(reference_model(config))
     options = replace(OPTIONS, adamw=replace(ADAMW, weight_decay=0.0))
     engine = make_engine(config, masters, compute_dtype="bfloat16", options=options)
-    weights = {n: v.clone() for b in engine.model.blocks
-               for n, v in engine.store.weights(b.index).items()}
+    weights = {
+        n: v.clone() for b in engine.model.blocks for n, v in engine.store.weights(b.index).items()
+    }
     before = engine_state(engine, Purpose.WEIGHT)
     assert all(torch.equal(before[name], masters[name]) for name in masters)  # exact at load
     run_engine(engine, STEPS, 1e-7)
@@ -309,8 +311,9 @@ def _resident_bf16_losses(
 
 
 def _accumulate(model: Any, rows: Any, total: float, sums: dict[str, Tensor]) -> float:
-    from megatrain.engine.microbatch import make_micro_batch
     from torch.nn import functional as F
+
+    from megatrain.engine.microbatch import make_micro_batch
 
     batch = make_micro_batch(rows, 0, torch.device("cpu"))
     logits = model(input_ids=batch.ids_BT, use_cache=False).logits.float()
@@ -344,7 +347,10 @@ def test_whole_logits_losses_see_every_token() -> None:
     for engine in engines:
         engine.step(STEPS[0], learning_rate=LEARNING_RATE)
     assert_close(
-        gradients_of(engines[1]), gradients_of(engines[0]), relative=GRADIENT_TOLERANCE, what="whole"
+        gradients_of(engines[1]),
+        gradients_of(engines[0]),
+        relative=GRADIENT_TOLERANCE,
+        what="whole",
     )
 
 
@@ -354,8 +360,6 @@ def test_evaluation_equals_the_model_and_changes_nothing() -> None:
     engine = make_engine(config, masters_of(model), options=replace(OPTIONS, micro_batch_rows=3))
     before = engine_state(engine, Purpose.WEIGHT)
     sums = engine.evaluate(STEPS[0])
-    reference = Reference(
-        model.eval(), learning_rate=0.0, max_grad_norm=0.0, rows_per_micro=3
-    )
+    reference = Reference(model.eval(), learning_rate=0.0, max_grad_norm=0.0, rows_per_micro=3)
     assert sums.loss_sum / sums.weight_sum == pytest.approx(reference.step(STEPS[0]).loss, rel=1e-6)
     assert same_bits(engine_state(engine, Purpose.WEIGHT), before)

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from megatrain.checkpoint import save_model
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport, load_block_weights
-from transformers import AutoModelForCausalLM
 
 from .harness import CONFIGS, make_config, reference_model
 
@@ -18,9 +19,7 @@ NAMES = ["llama", "llama_tied", "qwen2", "gemma2", "mixtral", "gpt2"]
 
 
 def blocks_of(path: Path, dtype: str = "float32") -> BlockModel:
-    return split_model(
-        build_on_meta(read_config(path), compute_dtype=dtype), compute_dtype=dtype
-    )
+    return split_model(build_on_meta(read_config(path), compute_dtype=dtype), compute_dtype=dtype)
 
 
 def fill(model: BlockModel, path: Path) -> tuple[BlockStore, LoadReport]:
@@ -44,9 +43,7 @@ def test_load_and_save_round_trip(name: str, dtype: str, tmp_path: Path) -> None
         for full_name, master in store.masters(block.index).items():
             assert torch.equal(master, expected[full_name]), full_name
     save_model(model, store.masters, tmp_path / "out", dtype="float32", max_shard_bytes=30_000)
-    loaded, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values()), info
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
@@ -75,9 +72,7 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_initialisation_has_the_statistics_of_transformers_own(name: str) -> None:
     config = make_config(name)
-    model = split_model(
-        build_on_meta(config, compute_dtype="float32"), compute_dtype="float32"
-    )
+    model = split_model(build_on_meta(config, compute_dtype="float32"), compute_dtype="float32")
     buffers = {n: b.clone() for n, b in model.hf_model.named_buffers()}
     mine = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}
     again = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}

@@ -1,6 +1,7 @@
 """The layout packs every parameter exactly once, aligned, for every purpose."""
 
 import pytest
+
 from megatrain.layout import ALIGN_ELEMENTS, BlockLayout, ParamSpec, Purpose
 
 

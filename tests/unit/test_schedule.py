@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from megatrain.schedule import (
     Op,
     OpKind,
@@ -93,9 +94,12 @@ def test_an_update_before_the_last_fetch_is_caught() -> None:
     update = next(op for op in ops if op.kind is OpKind.UPDATE)
     fetch = next(i for i, op in enumerate(ops) if op.kind is OpKind.FETCH and op.block == 1)
     early: Op = replace(
-        update, block=1, reads={}, writes={
+        update,
+        block=1,
+        reads={},
+        writes={
             slot: ("state", 1, "next") for slot in ops[fetch].reads if slot.space is Space.STATE
-        }
+        },
     )
     with pytest.raises(ScheduleError, match="next"):
         verify_contents([early, *ops], initial_contents(plan))

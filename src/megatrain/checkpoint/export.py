@@ -115,7 +115,7 @@ def _write_config(model: BlockModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _move_into_place(folder: Path, path: Path) -> None:
-    """Rename the finished directory, or its files if the final one exists (the run's log is there)."""
+    """Rename the finished directory, or its files if the run's log stands there already."""
     if not path.exists():
         os.replace(folder, path)
         return

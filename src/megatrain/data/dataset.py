@@ -200,9 +200,7 @@ def _truncate(row: Row, max_length: int) -> Row:
     return Row(input_ids=row.input_ids[:max_length], weights=row.weights[:max_length])
 
 
-def split_rows(
-    rows: Sequence[Row], held_out: float, *, seed: int
-) -> tuple[list[int], list[int]]:
+def split_rows(rows: Sequence[Row], held_out: float, *, seed: int) -> tuple[list[int], list[int]]:
     """(training, held-out) row numbers; `held_out` is a count, or a fraction below 1.
 
     Raises:
@@ -215,7 +213,7 @@ def split_rows(
             found="nothing left for one of the two parts",
             change="choose a smaller or larger share",
         )
-    order = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, 2**32]))).permutation(
-        len(rows)
-    )
+    order = np.random.Generator(
+        np.random.Philox(np.random.SeedSequence([seed, 2**32]))
+    ).permutation(len(rows))
     return sorted(map(int, order[count:])), sorted(map(int, order[:count]))

@@ -104,6 +104,6 @@ def _record(item: Any, place: str) -> Record:
         raise UserError(
             asked=f"a record at {place}",
             found=f"a JSON {type(item).__name__}",
-            change="make every record an object such as {\"text\": \"...\"}",
+            change='make every record an object such as {"text": "..."}',
         )
     return Record(value=item, place=place)

@@ -6,6 +6,7 @@ turn added is the assistant's, end-of-turn token included.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def _tokens_in_spans(
     else:  # no offsets: tokenise the pieces between the borders one by one
         ids, starts = [], []
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
-        for start, stop in zip(borders, borders[1:], strict=False):
+        for start, stop in pairwise(borders):
             piece = list(tokenizer(text[start:stop], add_special_tokens=False)["input_ids"])
             ids += piece
             starts += [start] * len(piece)

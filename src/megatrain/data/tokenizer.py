@@ -35,11 +35,12 @@ def load_tokenizer(path: str | Path, *, revision: str | None = None) -> Tokenize
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(path), revision=revision)
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), revision=revision)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             asked=f"the tokenizer of {path}",
             found=f"none that loads ({str(error).strip().splitlines()[0].rstrip('.')})",
             change="copy tokenizer.json and tokenizer_config.json into the model directory",
         ) from error
-    return tokenizer
+    loaded: Tokenizer = tokenizer
+    return loaded

@@ -59,9 +59,7 @@ class StepBuffers:
         )
         self.home_gradients = {slot: self.slab.take(n) for slot, n in on_host.items()}
         for block in plan.resident:
-            self.home_gradients[block] = torch.zeros(
-                sizes[block], dtype=torch.uint8, device=device
-            )
+            self.home_gradients[block] = torch.zeros(sizes[block], dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         """Give back page-locked memory."""

@@ -188,8 +188,10 @@ class Engine:
             )
         plan = replace(self.plan, num_micro=len(batches), pending=self._pending is not None)
         # Without clipping a block is updated within its own step, with its own rate.
-        update = self._pending if plan.clip else PendingUpdate(
-            learning_rate=learning_rate, gradient_scale=1.0
+        update = (
+            self._pending
+            if plan.clip
+            else PendingUpdate(learning_rate=learning_rate, gradient_scale=1.0)
         )
         state = StepState(
             step=self.steps_done,
@@ -204,9 +206,7 @@ class Engine:
         self.steps_done += 1
         return self._conclude(state, rows, learning_rate)
 
-    def _conclude(
-        self, state: StepState, rows: Sequence[Row], learning_rate: float
-    ) -> StepResult:
+    def _conclude(self, state: StepState, rows: Sequence[Row], learning_rate: float) -> StepResult:
         """Clip factor and verdict of a step whose operations are all done."""
         squares = [
             float(square)

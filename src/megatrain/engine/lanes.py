@@ -80,7 +80,7 @@ class ThreadLanes:
                         if stream is not None:
                             marks[index].event = stream.record_event()
                     marks[index].issued.set()
-            except BaseException as error:  # handed to the caller below, whatever it is
+            except BaseException as error:  # noqa: BLE001  handed to the caller below, whatever it is
                 failures.append(error)
                 for mark in marks:
                     mark.issued.set()

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  (torch's own name)
+from torch.nn import functional as F
 
 
 class Loss(Protocol):

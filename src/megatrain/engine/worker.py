@@ -191,7 +191,7 @@ class Worker:
                 for (name, block), gradient in zip(owners.items(), gradients[1:], strict=True):
                     if gradient is not None:
                         sums[block][name].add_(gradient)
-        state.loss_sum = total if op.micro == 0 else state.loss_sum + total
+        state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
         if stream_FD is not None:
             state.streams[op.micro] = stream_FD.view_as(x_BTD)
 

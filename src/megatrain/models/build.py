@@ -62,7 +62,7 @@ def _parameters_on_meta() -> Iterator[None]:
                 param.detach().to("meta"), requires_grad=param.requires_grad
             )
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -87,4 +87,4 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()

@@ -1,8 +1,8 @@
 """Split a causal LM into blocks, and refuse by name what cannot be split exactly.
 
-One forward is run on a few tokens with parameters that take no memory (zeros, only read).  Which parameters
-belong to embed and head is read off the autograd graph: those from which the first layer's input
-is computed, and those from which the logits are computed behind the last layer.
+One forward is run on a few tokens with parameters that take no memory (zeros, only read).  Which
+parameters belong to embed and head is read off the autograd graph: those from which the first
+layer's input is computed, and those from which the logits are computed behind the last layer.
 """
 
 import re
@@ -78,8 +78,8 @@ def find_container(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 class _Probe:
     """Notes, during one forward over stand-in parameters, what the split needs to know."""
 
-    def __init__(self, model: PreTrainedModel, container_name: str) -> None:
-        self.model, self.container_name = model, container_name
+    def __init__(self, model: PreTrainedModel, container: nn.ModuleList) -> None:
+        self.model, self.layers = model, list(container)
         self.chain = Chain()
         self.outputs: list[tuple[Any, ...] | None] = []
         self.first_hidden: Tensor | None = None
@@ -92,7 +92,7 @@ class _Probe:
         if index == 0:
             self.first_hidden = hidden
         self._check_arguments(index, call)
-        layer = self.model.get_submodule(self.container_name)[index].__dict__["layer"]
+        layer = self.layers[index]
         self.outputs.append(self._output_form(layer, hidden, call))
         handed_out = self.chain.hand_out(hidden).requires_grad_(True)
         return as_layer_output(self.outputs[-1], handed_out)
@@ -119,9 +119,7 @@ class _Probe:
         if self.times_run[kind] > 2:
             return self.seen[kind]
         mutable = [
-            value
-            for value in [*call.args, *call.kwargs.values()]
-            if isinstance(value, list | dict)
+            value for value in [*call.args, *call.kwargs.values()] if isinstance(value, list | dict)
         ]
         before = [len(value) for value in mutable]
         args, kwargs = call.bind(hidden.detach())
@@ -187,7 +185,7 @@ def split_model(
     container_name, container = find_container(model)
     tied = _tied_names(model)
     _check_layers_share_nothing(model, container_name, tied)
-    probe = _Probe(model, container_name)
+    probe = _Probe(model, container)
     params = {
         name: tensor
         for name, tensor in stand_in_params(model, requires_grad=True).items()

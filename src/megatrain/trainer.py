@@ -1,0 +1,390 @@
+"""The training run in the open: it wires the rooms and computes nothing itself."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+from megatrain.checkpoint import save_model
+from megatrain.config import TrainConfig
+from megatrain.data import (
+    DataOptions,
+    Row,
+    StepSampler,
+    TokenizedRows,
+    load_rows,
+    load_tokenizer,
+    split_rows,
+)
+from megatrain.data.files import find_files
+from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy
+from megatrain.engine.worker import AdamWOptions
+from megatrain.errors import UserError
+from megatrain.memory import BlockStore
+from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.initialise import init_block_weights
+from megatrain.models.weights import LoadReport, load_block_weights
+from megatrain.monitor import Console, RunLog
+from megatrain.optim import learning_rate_schedule
+from megatrain.planner import check_fits, memory_need
+from megatrain.units import format_bytes, parse_bytes
+
+MAX_SKIPPED_STEPS = 20
+"""A run whose last steps were all skipped as non-finite will not recover."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalResult:
+    """Token-weighted loss of a data set."""
+
+    loss: float
+    perplexity: float
+    supervised_tokens: float
+
+
+def choose_device(name: str) -> torch.device:
+    """The compute device of `auto`, `cpu` or `cuda`.
+
+    Raises:
+        UserError: for cuda where there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            asked="device: cuda",
+            found="no CUDA device that torch can use",
+            change="use device: cpu",
+        )
+    use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def check_paths(config: TrainConfig) -> None:
+    """Everything about files that can be known before anything is loaded.
+
+    Raises:
+        UserError: for missing data, or an output directory that cannot or should not be written.
+    """
+    find_files(config.train_files)
+    if config.eval_files:
+        find_files(config.eval_files)
+    output = Path(config.output_dir)
+    asked = f"output_dir: {output}"
+    if output.exists() and not output.is_dir():
+        raise UserError(asked=asked, found="a file of that name", change="choose a directory")
+    holds = [n for n in ("log.jsonl", "config.json") if (output / n).exists()]
+    if holds and not config.overwrite_output_dir:
+        raise UserError(
+            asked=asked,
+            found=f"an earlier run or model there ({', '.join(holds)})",
+            change="choose another directory or set overwrite_output_dir: true",
+        )
+    above = output
+    while not above.exists():
+        above = above.parent
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(asked=asked, found="no right to write there", change="choose another")
+
+
+def load_blocks(
+    path: str,
+    *,
+    compute_dtype: str,
+    frozen: Sequence[str] = (),
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> BlockModel:
+    """A model's blocks without their weights."""
+    transformers_logging.disable_progress_bar()
+    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    return split_model(
+        build_on_meta(config, compute_dtype=compute_dtype),
+        compute_dtype=compute_dtype,
+        frozen=frozen,
+    )
+
+
+def local_directory(path: str, revision: str | None) -> Path:
+    """The directory of a model: itself, or a download of a model id."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, revision=revision))
+
+
+class Trainer:
+    """Trains a model as a config says.
+
+    Args:
+        config: see `TrainConfig`.
+        loss: a loss of your own; see `megatrain.engine.loss.Loss`.
+        quiet: print nothing.
+
+    Raises:
+        UserError: for anything that can be known to fail, before memory is allocated.
+    """
+
+    def __init__(
+        self, config: TrainConfig, *, loss: Loss = cross_entropy, quiet: bool = False
+    ) -> None:
+        check_paths(config)
+        self.config, self.loss, self.quiet = config, loss, quiet
+        self.device = choose_device(config.device)
+        self.compute_dtype = config.dtype
+        if config.dtype == "auto":
+            self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.model = load_blocks(
+            config.model_name_or_path,
+            compute_dtype=self.compute_dtype,
+            frozen=config.frozen,
+            revision=config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        self.tokenizer = load_tokenizer(config.model_name_or_path, revision=config.model_revision)
+        self.train_rows, self.eval_rows, self.stats = self._load_data()
+        self.sampler = StepSampler(
+            len(self.train_rows),
+            config.per_device_train_batch_size * config.gradient_accumulation_steps,
+            seed=config.seed,
+            shuffle=config.shuffle,
+        )
+        self.total_steps = (
+            config.max_steps
+            if config.max_steps > 0
+            else math.ceil(config.num_train_epochs * self.sampler.steps_per_epoch)
+        )
+        self.learning_rate = self._schedule()
+        self._check_memory()
+
+    def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
+        config = self.config
+        options = DataOptions(
+            max_length=config.max_length,
+            format=config.dataset_format,
+            prompt_column=config.prompt_column,
+            completion_column=config.completion_column,
+            completion_only_loss=config.completion_only_loss,
+            assistant_only_loss=config.assistant_only_loss,
+        )
+        rows: TokenizedRows = load_rows(config.train_files, self.tokenizer, options)
+        held_out: Sequence[Row] = []
+        training: Sequence[Row] = rows
+        if config.eval_files:
+            held_out = load_rows(config.eval_files, self.tokenizer, options)
+        elif config.eval_split:
+            keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
+            training, held_out = [rows[i] for i in keep], [rows[i] for i in hold]
+        return training, held_out, rows.stats
+
+    def _schedule(self) -> Callable[[int], float]:
+        config = self.config
+        warmup = config.warmup_steps
+        return learning_rate_schedule(
+            config.lr_scheduler_type,
+            learning_rate=config.learning_rate,
+            warmup_steps=math.ceil(warmup * self.total_steps) if warmup < 1 else round(warmup),
+            total_steps=self.total_steps,
+            kwargs=config.lr_scheduler_kwargs,
+        )
+
+    def _check_memory(self) -> None:
+        config = self.config
+        self.need = memory_need(
+            [block.layout for block in self.model.blocks],
+            clip=config.max_grad_norm > 0,
+            gradient_dtype=config.gradient_dtype or self.compute_dtype,
+        )
+        budget = None if config.host_memory is None else parse_bytes(config.host_memory)
+        check_fits(self.need, budget=budget, on_device=self.device.type == "cuda")
+
+    def train(self) -> EvalResult | None:
+        """Run all steps, evaluate, write the model.
+
+        Returns:
+            The evaluation after training, if there is held-out data.
+        """
+        config, output = self.config, Path(self.config.output_dir)
+        output.mkdir(parents=True, exist_ok=True)
+        if config.full_determinism:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        log = RunLog(output)
+        with Console(self.total_steps, quiet=self.quiet) as console:
+            console.note(self._summary())
+            store = self._load_weights(console)
+            engine = self._make_engine(store)
+            result = self._evaluate(engine, log, console, step=0)
+            self._loop(engine, log, console)
+            result = self._evaluate(engine, log, console, step=self.total_steps)
+            engine.flush()
+            save_dtype = self.compute_dtype if config.save_dtype == "auto" else config.save_dtype
+            save_model(
+                self.model,
+                store.masters,
+                output,
+                dtype=save_dtype,
+                max_shard_bytes=parse_bytes(config.max_shard_size),
+                tokenizer=self.tokenizer,
+            )
+            console.note(f"model written to {output}")
+            engine.close()
+            store.close()
+        return result
+
+    def _summary(self) -> str:
+        stats = self.stats
+        return (
+            f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
+            f" {self.compute_dtype} on {self.device.type}; host memory"
+            f" {format_bytes(self.need.host_total)} ({self.need.table()})\n"
+            f"{stats.rows} rows, {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised;"
+            f" {stats.truncated} rows cut at max_length, {stats.skipped} records skipped;"
+            f" {self.total_steps} steps"
+        )
+
+    def _load_weights(self, console: Console) -> BlockStore:
+        config, model = self.config, self.model
+        report = LoadReport()
+        if config.model_init == "random":
+            source = init_block_weights(model, seed=config.seed)
+        else:
+            path = local_directory(config.model_name_or_path, config.model_revision)
+            source = load_block_weights(model, path, report, seed=config.seed)
+        store = BlockStore([block.layout for block in model.blocks], device=self.device)
+        for index, tensors in source:
+            store.write(index, tensors)
+        if report.missing:
+            console.note(f"not in the checkpoint, initialised: {', '.join(report.missing)}")
+        if report.unexpected:
+            console.note(f"in the checkpoint, not in the model: {', '.join(report.unexpected)}")
+        return store
+
+    def _make_engine(self, store: BlockStore) -> Engine:
+        config = self.config
+        options = EngineOptions(
+            adamw=AdamWOptions(
+                beta1=config.adam_beta1,
+                beta2=config.adam_beta2,
+                eps=config.adam_epsilon,
+                weight_decay=config.weight_decay,
+            ),
+            max_grad_norm=config.max_grad_norm,
+            micro_batch_rows=config.per_device_train_batch_size,
+            micro_batch_tokens=config.micro_batch_tokens,
+            gradient_dtype=config.gradient_dtype,
+            seed=config.seed,
+            host_threads=None if self.device.type == "cuda" else os.cpu_count(),
+        )
+        return Engine(self.model, store, options, device=self.device, loss=self.loss)
+
+    def _loop(self, engine: Engine, log: RunLog, console: Console) -> None:
+        config, tokens_seen, skipped_in_a_row = self.config, 0, 0
+        started = last = time.perf_counter()
+        tokens_since = 0
+        for step in range(self.total_steps):
+            rows = [self.train_rows[i] for i in self.sampler.row_indices(step)]
+            rate = self.learning_rate(step)
+            result = engine.step(rows, learning_rate=rate)
+            tokens_seen += result.real_tokens
+            tokens_since += result.real_tokens
+            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
+            if skipped_in_a_row >= MAX_SKIPPED_STEPS:
+                raise UserError(
+                    asked=f"train to step {self.total_steps}",
+                    found=f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}",
+                    change="lower the learning rate or look at the data",
+                )
+            done = step + 1
+            if done % config.logging_steps == 0 or done == self.total_steps:
+                now = time.perf_counter()
+                row = _log_row(result, done, rate, done / self.sampler.steps_per_epoch)
+                row["tokens_per_second"] = tokens_since / (now - last)
+                row["num_input_tokens_seen"] = tokens_seen
+                log.write(row)
+                left = (now - started) / done * (self.total_steps - done)
+                console.step(row, seconds_left=left)
+                last, tokens_since = now, 0
+            if config.eval_steps and done % config.eval_steps == 0 and done < self.total_steps:
+                self._evaluate(engine, log, console, step=done)
+                last = time.perf_counter()
+
+    def _evaluate(
+        self, engine: Engine, log: RunLog, console: Console, *, step: int
+    ) -> EvalResult | None:
+        if not self.eval_rows:
+            return None
+        result = evaluate_rows(engine, self.eval_rows, self.config.per_device_eval_batch_size)
+        log.write({"step": step, "eval_loss": result.loss, "eval_perplexity": result.perplexity})
+        console.note(
+            f"held-out after step {step}: loss {result.loss:.4f},"
+            f" perplexity {result.perplexity:.3f}"
+        )
+        return result
+
+
+def _log_row(result: StepResult, step: int, rate: float, epoch: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": round(epoch, 4),
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "learning_rate": rate,
+        "skipped": result.skipped,
+    }
+
+
+def evaluate_rows(engine: Engine, rows: Sequence[Row], batch_size: int) -> EvalResult:
+    """Token-weighted loss and perplexity of rows."""
+    loss_sum = weight_sum = 0.0
+    for start in range(0, len(rows), batch_size):
+        sums = engine.evaluate([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
+        loss_sum += sums.loss_sum
+        weight_sum += sums.weight_sum
+    loss = loss_sum / weight_sum
+    perplexity = math.exp(loss) if loss < 700 else math.inf
+    return EvalResult(loss=loss, perplexity=perplexity, supervised_tokens=weight_sum)
+
+
+def evaluate_model(
+    model_path: str,
+    files: Sequence[str],
+    *,
+    options: DataOptions,
+    batch_size: int = 8,
+    device: str = "auto",
+) -> EvalResult:
+    """Loss and perplexity of a model directory on files, streamed block by block."""
+    find_files(files)
+    chosen = choose_device(device)
+    dtype = "bfloat16" if chosen.type == "cuda" else "float32"
+    model = load_blocks(model_path, compute_dtype=dtype)
+    rows = load_rows(files, load_tokenizer(model_path), options)
+    need = memory_need([b.layout for b in model.blocks], clip=False, gradient_dtype=dtype)
+    check_fits(need, budget=None, on_device=chosen.type == "cuda")
+    store = BlockStore([block.layout for block in model.blocks], device=chosen)
+    path = local_directory(model_path, None)
+    for index, tensors in load_block_weights(model, path, LoadReport()):
+        store.write(index, tensors)
+    engine = Engine(model, store, EngineOptions(max_grad_norm=0.0), device=chosen)
+    result = evaluate_rows(engine, rows, batch_size)
+    engine.close()
+    store.close()
+    return result
+
+
+def describe(result: EvalResult) -> str:
+    """One JSON line."""
+    return json.dumps(
+        {
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "supervised_tokens": result.supervised_tokens,
+        }
+    )
