@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+
 from megatrain.data import Row
 from megatrain.engine import Engine, EngineOptions
+from megatrain.engine.lanes import InlineLanes
 from megatrain.layout import Purpose
 from megatrain.memory import BlockStore
 from megatrain.models import build_on_meta, split_model
@@ -55,6 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--inline", action="store_true", help="no overlap: the reference")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
 
@@ -79,7 +82,8 @@ def main() -> None:
     for index, tensors in init_block_weights(model, seed=0):
         store.write(index, tensors)
     options = EngineOptions(micro_batch_rows=args.micro_rows, max_grad_norm=args.max_grad_norm)
-    engine = Engine(model, store, options, device=device)
+    lanes = InlineLanes() if args.inline else None
+    engine = Engine(model, store, options, device=device, lanes=lanes)
     generator = np.random.default_rng(0)
     losses, times = [], []
     for step in range(args.steps):
@@ -106,6 +110,7 @@ def main() -> None:
         "layers": args.layers,
         "tokens_per_step": tokens,
         "max_grad_norm": args.max_grad_norm,
+        "lanes": "inline" if args.inline else "default",
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "seconds_per_step_p50": seconds,

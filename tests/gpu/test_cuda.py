@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from megatrain.engine import EngineOptions
 from megatrain.engine.lanes import InlineLanes
 from megatrain.layout import Purpose
@@ -17,8 +19,6 @@ from megatrain.optim import (
     host_updater,
     reference_update,
 )
-from torch import Tensor
-
 from tests.numerics.harness import (
     ADAMW,
     Reference,

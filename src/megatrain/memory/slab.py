@@ -5,6 +5,7 @@ powers of two, no second copy, one registration.  Price: the registration touche
 """
 
 import mmap
+import weakref
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class HostSlab:
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._used = 0
-        self._pinned = False
+        self._unpin: weakref.finalize | None = None
         if pin:
             self._register()
 
@@ -41,7 +42,9 @@ class HostSlab:
                 found=f"the driver refused it (cudaHostRegister returned {int(status)})",
                 change="raise the memlock limit (ulimit -l unlimited) or use a smaller model",
             )
-        self._pinned = True
+        # Also when nobody calls close(): a mapping that goes away while it is registered makes
+        # the next registration of its addresses fail.
+        self._unpin = weakref.finalize(self, _unregister, self._bytes)
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes` bytes (uint8), zero-filled, aligned to a page."""
@@ -57,6 +60,10 @@ class HostSlab:
 
     def close(self) -> None:
         """Undo the registration; the memory goes when the last tensor over it goes."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned = False
+        if self._unpin is not None:
+            self._unpin()
+
+
+def _unregister(pinned: Tensor) -> None:
+    torch.cuda.synchronize()  # no copy may be under way
+    torch.cuda.cudart().cudaHostUnregister(pinned.data_ptr())
