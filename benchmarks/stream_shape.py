@@ -82,7 +82,7 @@ def main() -> None:
     for index, tensors in init_block_weights(model, seed=0):
         store.write(index, tensors)
     options = EngineOptions(micro_batch_rows=args.micro_rows, max_grad_norm=args.max_grad_norm)
-    lanes = InlineLanes() if args.inline else None
+    lanes = InlineLanes(device) if args.inline else None
     engine = Engine(model, store, options, device=device, lanes=lanes)
     generator = np.random.default_rng(0)
     losses, times = [], []

@@ -102,7 +102,7 @@ def test_adamw_on_device_host_and_reference_are_equal(
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2", "gemma2", "mixtral", "gpt2"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["off", "active"])
 def test_three_steps_equal_plain_pytorch(name: str, max_grad_norm: float) -> None:
-    torch.use_deterministic_algorithms(name != "mixtral", warn_only=True)
+    torch.use_deterministic_algorithms(False)  # some of these models' kernels have no such variant
     config = make_config(name)
     model = reference_model(config)
     options = replace(OPTIONS, max_grad_norm=max_grad_norm)
@@ -150,7 +150,9 @@ def test_lanes_slots_and_placement_change_no_bit(
     base = replace(OPTIONS, max_grad_norm=max_grad_norm)
     expected = final_state(name, base, dtype)
     assert same_bits(final_state(name, base, dtype), expected)
-    assert same_bits(final_state(name, base, dtype, lanes=InlineLanes()), expected)
+    assert same_bits(
+        final_state(name, base, dtype, lanes=InlineLanes(torch.device("cuda"))), expected
+    )
     more = replace(base, layer_weight_slots=4, layer_gradient_slots=3)
     assert same_bits(final_state(name, more, dtype), expected)
     fewer = replace(base, layer_weight_slots=1, layer_gradient_slots=1)

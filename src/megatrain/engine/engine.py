@@ -147,7 +147,7 @@ class Engine:
         self.skipped_steps = 0
         self._pending: PendingUpdate | None = None
         on_threads = device.type == "cuda" if options.threads is None else options.threads
-        self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes())
+        self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes(device))
         self.buffers = StepBuffers(
             [block.layout for block in streamed],
             self.plan,

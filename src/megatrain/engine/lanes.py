@@ -23,11 +23,25 @@ class Lanes(Protocol):
 
 
 class InlineLanes:
-    """One operation after the other, in list order, on the calling thread."""
+    """One operation after the other, in list order, on the calling thread.
+
+    On a GPU the host still has to wait for copies that it reads: before its own operations and at
+    the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def run(self, ops: Sequence[Op], waits: Sequence[Sequence[int]], handle: Handler) -> None:
         for op in ops:
+            if op.lane is Lane.HOST:
+                self._wait_for_device()
             handle(op)
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 class _Mark:

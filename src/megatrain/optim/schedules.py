@@ -36,7 +36,7 @@ def learning_rate_schedule(
             found="no schedule of that name that is a function of the step",
             change=f"did you mean '{nearest[0]}'" if nearest else f"use one of {', '.join(known)}",
         )
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
     scheduler = get_scheduler(
         name,
         optimizer,

@@ -1,0 +1,162 @@
+"""The real commands on a tiny real model; every shipped config; every mistake one clear error."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from megatrain.cli import app
+from megatrain.config import read_config
+from megatrain.errors import UserError
+from tests.tokenizers_for_tests import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+RUNNER = CliRunner()
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model and one data file of each kind."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "instruct", "shape"):
+        save_tiny_model(tmp_path / "models" / name)
+    (tmp_path / "models" / "shape" / "model.safetensors").unlink()
+    data = tmp_path / "data"
+    (data / "text").mkdir(parents=True)
+    (data / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    pairs = [{"question": f"{i}+1?", "answer": f" {i + 1}"} for i in range(24)]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    turns = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}"},
+                {"role": "assistant", "content": f"{i}!"},
+            ]
+        }
+        for i in range(60)
+    ]
+    (data / "chat.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    return tmp_path
+
+
+def run(*arguments: str) -> Any:
+    result = RUNNER.invoke(app, list(arguments), catch_exceptions=True)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def log_of(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["sft", "chat", "pretrain"])
+def test_every_example_trains_and_loads(name: str, workspace: Path) -> None:
+    run("train", str(ROOT / "examples" / f"{name}.yaml"), "--max-steps", "3", "max_length=64")
+    rows = [row for row in log_of(f"runs/{name}") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["num_input_tokens_seen"] > 0 and row["loss"] > 0 for row in rows)
+    model, info = AutoModelForCausalLM.from_pretrained(f"runs/{name}", output_loading_info=True)
+    assert not any(info.values()), info
+    assert (Path(f"runs/{name}") / "tokenizer.json").is_file()
+    before = AutoModelForCausalLM.from_pretrained("models/base").state_dict()
+    after = model.state_dict()
+    assert any(not torch.equal(before[key], after[key]) for key in before)
+
+
+def test_training_lowers_the_loss_and_eval_agrees_with_the_log(workspace: Path) -> None:
+    config = {
+        "model_name_or_path": "models/base",
+        "train_files": ["data/text"],
+        "eval_files": ["data/text"],
+        "output_dir": "out",
+        "max_length": 64,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "eval_steps": 6,
+    }
+    Path("c.yaml").write_text(yaml.safe_dump(config))
+    run("train", "c.yaml")
+    losses = [row["eval_loss"] for row in log_of("out") if "eval_loss" in row]
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
+    result = run("eval", "out", "data/text", "--max-length", "64")
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    assert found["loss"] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_print_config_shows_what_would_run(workspace: Path) -> None:
+    result = run("train", str(ROOT / "examples" / "sft.yaml"), "--seed", "7", "--print-config")
+    shown = yaml.safe_load(result.stdout)
+    assert shown["seed"] == 7
+    assert shown["prompt_column"] == "question"
+    assert not Path("runs").exists()
+
+
+def test_the_demo_config_is_valid() -> None:
+    config, notices = read_config(ROOT / "examples" / "demo.yaml")
+    assert config.eval_split == 6
+    assert notices == []
+
+
+GOOD: dict[str, Any] = {
+    "model_name_or_path": "models/base",
+    "train_files": ["data/text"],
+    "output_dir": "out",
+    "max_steps": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_name_or_path": "models/none"}, "models/none"),
+        ({"train_files": ["data/none.jsonl"]}, "no such file"),
+        ({"device": "cuda"}, "no CUDA device"),
+        ({"host_memory": "1MiB"}, "allowed by host_memory"),
+        ({"frozen": ["nothing.*"]}, "no parameter of that name"),
+        ({"frozen": ["*"]}, "no parameter left to train"),
+        ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
+        ({"output_dir": "data/train.jsonl"}, "a file of that name"),
+        ({"output_dir": "models/base"}, "an earlier run or model there"),
+        ({"model_name_or_path": "models/shape"}, r"no file model\.safetensors"),
+        ({"gradient_dtype": "bfloat16", "dtype": "float32"}, "coarser"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(
+    changes: dict[str, Any], message: str, workspace: Path
+) -> None:
+    if changes.get("device") == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    Path("c.yaml").write_text(yaml.safe_dump(GOOD | changes))
+    with pytest.raises(UserError, match=message):
+        run("train", "c.yaml")
+
+
+def test_kinds_of_models_that_cannot_be_right_are_refused_by_name(workspace: Path) -> None:
+    path = Path("models/base/config.json")
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"model_type": "bert", "vocab_size": 262}))
+    Path("c.yaml").write_text(yaml.safe_dump(GOOD))
+    with pytest.raises(UserError, match="bert"):
+        run("train", "c.yaml")
+
+
+def test_the_installed_command_prints_no_traceback(workspace: Path) -> None:
+    (workspace / "c.yaml").write_text("learning_rat: 1\n")
+    command = [sys.executable, "-m", "megatrain", "train", "c.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=workspace)
+    assert done.returncode == 2
+    assert "did you mean 'learning_rate'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
