@@ -119,19 +119,7 @@ class Engine:
         lanes: Lanes | None = None,
     ) -> None:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
-        if not any(block.layout.trainable for block in streamed):
-            raise UserError(
-                asked="train with these frozen patterns",
-                found="no parameter left to train",
-                change="freeze less",
-            )
-        gradient_dtype = options.gradient_dtype or model.compute_dtype
-        if model.compute_dtype == "float32" and gradient_dtype != "float32":
-            raise UserError(
-                asked=f"gradient_dtype={gradient_dtype} with dtype=float32",
-                found="gradients that would be coarser than the computation",
-                change="leave gradient_dtype out, or train with dtype=bfloat16",
-            )
+        gradient_dtype = _check_options(model, options)
         self.model, self.store, self.options, self.device = model, store, options, device
         self.plan = StepPlan(
             num_layers=model.num_layers,
@@ -307,3 +295,21 @@ class Engine:
         if self.options.debug:
             verify_waits(ops, waits)
         self._lanes.run(ops, waits, partial(self._worker.handle, state))
+
+
+def _check_options(model: BlockModel, options: EngineOptions) -> str:
+    """The dtype of waiting gradients, once the options are known to make sense."""
+    if not any(block.layout.trainable for block in model.blocks):
+        raise UserError(
+            asked="train with these frozen patterns",
+            found="no parameter left to train",
+            change="freeze less",
+        )
+    gradient_dtype = options.gradient_dtype or model.compute_dtype
+    if model.compute_dtype == "float32" and gradient_dtype != "float32":
+        raise UserError(
+            asked=f"gradient_dtype={gradient_dtype} with dtype=float32",
+            found="gradients that would be coarser than the computation",
+            change="leave gradient_dtype out, or train with dtype=bfloat16",
+        )
+    return gradient_dtype

@@ -29,7 +29,7 @@ class HostSlab:
         self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._used = 0
-        self._unpin: weakref.finalize[..., Tensor] | None = None
+        self._unpin: weakref.finalize[[Tensor], HostSlab] | None = None
         if pin:
             self._register()
 

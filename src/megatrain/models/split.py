@@ -191,27 +191,14 @@ def split_model(
         for name, tensor in stand_in_params(model, requires_grad=True).items()
         if not name.startswith(f"{container_name}.")
     }
-    rng = torch.get_rng_state()
-    ids = torch.arange(PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)
-    with torch.enable_grad(), recorders_in(container, probe.on_call):
-        inputs = {"input_ids": ids[None], "use_cache": False}
-        try:
-            output = functional_call(model, params, (), inputs)
-        except BetweenLayersError as error:
-            raise _refuse(model, f"it changes the hidden state {error}") from error
-    is_random = not torch.equal(rng, torch.get_rng_state())
-    torch.set_rng_state(rng)
+    logits, is_random = _run_probe(model, container, probe, params)
     if len(probe.outputs) != len(container) or probe.first_hidden is None:
         raise _refuse(model, "its forward does not call every layer once")
-    in_embed, in_head = _graph_leaves(probe.first_hidden), _graph_leaves(output.logits)
+    in_embed, in_head = _graph_leaves(probe.first_hidden), _graph_leaves(logits)
     embed = [name for name, tensor in params.items() if id(tensor) in in_embed]
     head = [name for name, tensor in params.items() if id(tensor) in in_head]
     unused = [name for name in params if name not in embed and name not in head]
-    groups = [("embed", BlockKind.EMBED, embed)]
-    for index in range(len(container)):
-        prefix = f"{container_name}.{index}."
-        names = [prefix + name for name, _ in container[index].named_parameters()]
-        groups.append((f"layers.{index}", BlockKind.LAYER, names))
+    groups = [("embed", BlockKind.EMBED, embed), *_layer_groups(container_name, container)]
     groups.append(("head", BlockKind.HEAD, [name for name in head if name not in embed]))
     if unused:
         groups.append(("unused", BlockKind.UNUSED, unused))
@@ -235,6 +222,38 @@ def split_model(
         layer_outputs=tuple(probe.outputs),
         random=is_random,
     )
+
+
+def _run_probe(
+    model: PreTrainedModel, container: nn.ModuleList, probe: _Probe, params: dict[str, Tensor]
+) -> tuple[Tensor, bool]:
+    """One forward under the probe: the logits, and whether anything random happened."""
+    rng = torch.get_rng_state()
+    ids = torch.arange(PROBE_TOKENS).remainder(model.config.get_text_config().vocab_size)
+    with torch.enable_grad(), recorders_in(container, probe.on_call):
+        try:
+            output = functional_call(
+                model, params, (), {"input_ids": ids[None], "use_cache": False}
+            )
+        except BetweenLayersError as error:
+            raise _refuse(model, f"it changes the hidden state {error}") from error
+    is_random = not torch.equal(rng, torch.get_rng_state())
+    torch.set_rng_state(rng)
+    return output.logits, is_random
+
+
+def _layer_groups(
+    container_name: str, container: nn.ModuleList
+) -> list[tuple[str, BlockKind, list[str]]]:
+    """(block name, kind, full parameter names) of every decoder layer."""
+    return [
+        (
+            f"layers.{index}",
+            BlockKind.LAYER,
+            [f"{container_name}.{index}.{name}" for name, _ in layer.named_parameters()],
+        )
+        for index, layer in enumerate(container)
+    ]
 
 
 def _tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -1,0 +1,40 @@
+"""One optimizer step as data: a list of operations on lanes, before anything runs.
+
+Every operation names the slots (buffers) it reads and writes and what they must hold.  From that
+alone follow the waits between lanes (`derive_waits`), the proof that each operation finds what it
+expects (`verify_contents`) and that no conflicting pair is left unordered (`verify_waits`).  The
+engine runs the same list on threads and CUDA streams, or inline on the CPU.
+
+The order within a lane is the list's order.  Between lanes only the waits count.
+
+Blocks are numbered: 0 is embed, 1..L the decoder layers, L+1 the head.
+"""
+
+from megatrain.schedule.build import (
+    StepPlan,
+    build_evaluation,
+    build_flush,
+    build_step,
+    initial_contents,
+)
+from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
+from megatrain.schedule.verify import derive_waits, verify_contents, verify_waits, with_poison
+
+__all__ = [
+    "Content",
+    "Lane",
+    "Op",
+    "OpKind",
+    "ScheduleError",
+    "Slot",
+    "Space",
+    "StepPlan",
+    "build_evaluation",
+    "build_flush",
+    "build_step",
+    "derive_waits",
+    "initial_contents",
+    "verify_contents",
+    "verify_waits",
+    "with_poison",
+]
