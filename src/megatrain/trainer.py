@@ -30,6 +30,7 @@ from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.initialise import init_block_weights
+from megatrain.models.proof import prove
 from megatrain.models.weights import LoadReport, load_block_weights
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
@@ -103,11 +104,13 @@ def load_blocks(
     """A model's blocks without their weights."""
     transformers_logging.disable_progress_bar()
     config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    return split_model(
+    model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
         compute_dtype=compute_dtype,
         frozen=frozen,
     )
+    prove(config)
+    return model
 
 
 def local_directory(path: str, revision: str | None) -> Path:
