@@ -24,7 +24,7 @@ from megatrain.data import (
     split_rows,
 )
 from megatrain.data.files import find_files
-from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy
+from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
 from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
@@ -164,6 +164,7 @@ class Trainer:
             else math.ceil(config.num_train_epochs * self.sampler.steps_per_epoch)
         )
         self.learning_rate = self._schedule()
+        self.options = self._engine_options()
         self._check_memory()
 
     def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
@@ -201,7 +202,7 @@ class Trainer:
         config = self.config
         self.need = memory_need(
             [block.layout for block in self.model.blocks],
-            clip=config.max_grad_norm > 0,
+            step_plan(self.model, self.options),
             gradient_dtype=config.gradient_dtype or self.compute_dtype,
         )
         budget = None if config.host_memory is None else parse_bytes(config.host_memory)
@@ -222,7 +223,7 @@ class Trainer:
         with Console(self.total_steps, quiet=self.quiet) as console:
             console.note(self._summary())
             store = self._load_weights(console)
-            engine = self._make_engine(store)
+            engine = Engine(self.model, store, self.options, device=self.device, loss=self.loss)
             result = self._evaluate(engine, log, console, step=0)
             self._loop(engine, log, console)
             result = self._evaluate(engine, log, console, step=self.total_steps)
@@ -269,9 +270,9 @@ class Trainer:
             console.note(f"in the checkpoint, not in the model: {', '.join(report.unexpected)}")
         return store
 
-    def _make_engine(self, store: BlockStore) -> Engine:
+    def _engine_options(self) -> EngineOptions:
         config = self.config
-        options = EngineOptions(
+        return EngineOptions(
             adamw=AdamWOptions(
                 beta1=config.adam_beta1,
                 beta2=config.adam_beta2,
@@ -285,7 +286,6 @@ class Trainer:
             seed=config.seed,
             host_threads=None if self.device.type == "cuda" else os.cpu_count(),
         )
-        return Engine(self.model, store, options, device=self.device, loss=self.loss)
 
     def _loop(self, engine: Engine, log: RunLog, console: Console) -> None:
         config, tokens_seen, skipped_in_a_row = self.config, 0, 0
@@ -369,13 +369,15 @@ def evaluate_model(
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
     model = load_blocks(model_path, compute_dtype=dtype)
     rows = load_rows(files, load_tokenizer(model_path), options)
-    need = memory_need([b.layout for b in model.blocks], clip=False, gradient_dtype=dtype)
+    engine_options = EngineOptions(max_grad_norm=0.0)
+    plan = step_plan(model, engine_options)
+    need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, on_device=chosen.type == "cuda")
     store = BlockStore([block.layout for block in model.blocks], device=chosen)
     path = local_directory(model_path, None)
     for index, tensors in load_block_weights(model, path, LoadReport()):
         store.write(index, tensors)
-    engine = Engine(model, store, EngineOptions(max_grad_norm=0.0), device=chosen)
+    engine = Engine(model, store, engine_options, device=chosen)
     result = evaluate_rows(engine, rows, batch_size)
     engine.close()
     store.close()

@@ -30,6 +30,7 @@ from megatrain.schedule import (
     build_step,
     derive_waits,
     initial_contents,
+    slot_sizes,
     verify_contents,
     verify_waits,
     with_poison,
@@ -121,27 +122,14 @@ class Engine:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
         gradient_dtype = _check_options(model, options)
         self.model, self.store, self.options, self.device = model, store, options, device
-        self.plan = StepPlan(
-            num_layers=model.num_layers,
-            num_micro=1,
-            trainable=tuple(block.layout.trainable for block in streamed),
-            clip=options.max_grad_norm > 0,
-            tied=bool(model.shared),
-            resident=store.resident,
-            layer_weight_slots=options.layer_weight_slots,
-            layer_gradient_slots=options.layer_gradient_slots,
-        )
+        self.plan = step_plan(model, options, resident=store.resident)
         self.steps_done = 0
         self.skipped_steps = 0
         self._pending: PendingUpdate | None = None
         on_threads = device.type == "cuda" if options.threads is None else options.threads
         self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes(device))
-        self.buffers = StepBuffers(
-            [block.layout for block in streamed],
-            self.plan,
-            device=device,
-            gradient_dtype=gradient_dtype,
-        )
+        sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
+        self.buffers = StepBuffers(sizes, resident=store.resident, device=device)
         model.move_buffers(device)
         self._worker = Worker(
             model=model,
@@ -295,6 +283,23 @@ class Engine:
         if self.options.debug:
             verify_waits(ops, waits)
         self._lanes.run(ops, waits, partial(self._worker.handle, state))
+
+
+def step_plan(
+    model: BlockModel, options: EngineOptions, *, resident: frozenset[int] = frozenset()
+) -> StepPlan:
+    """What the schedule of a step depends on; the number of micro-batches is filled in per step."""
+    streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
+    return StepPlan(
+        num_layers=model.num_layers,
+        num_micro=1,
+        trainable=tuple(block.layout.trainable for block in streamed),
+        clip=options.max_grad_norm > 0,
+        tied=bool(model.shared),
+        resident=resident,
+        layer_weight_slots=options.layer_weight_slots,
+        layer_gradient_slots=options.layer_gradient_slots,
+    )
 
 
 def _check_options(model: BlockModel, options: EngineOptions) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 import psutil
 
 from megatrain.errors import UserError
-from megatrain.layout import BlockLayout, Purpose
+from megatrain.layout import BlockLayout
+from megatrain.memory import HostSlab
+from megatrain.memory.store import STATE
+from megatrain.schedule import StepPlan, slot_sizes
 from megatrain.units import format_bytes
 
-STATE = (Purpose.WEIGHT, Purpose.RESIDUAL, Purpose.EXP_AVG, Purpose.EXP_AVG_SQ)
 PROCESS_BYTES = 1_500_000_000
 """Python, torch, transformers and a tokenizer: 0.9 GB measured on the CPU, more with CUDA."""
 
@@ -38,33 +40,24 @@ class MemoryNeed:
 
 def memory_need(
     layouts: Sequence[BlockLayout],
+    plan: StepPlan,
     *,
-    clip: bool,
     gradient_dtype: str,
-    layer_weight_slots: int = 2,
-    layer_gradient_slots: int = 2,
 ) -> MemoryNeed:
-    """Count a run in which every block's state is on the host.
+    """Count a run in which every block's state is on the host, to the byte.
 
     Args:
-        layouts: embed, layers, head and possibly unused parameters, in block order.
-        clip: with clipping every gradient waits on the host, without only a small ring does.
+        layouts: embed, layers, head and, behind them, unused parameters if there are any.
+        plan: with clipping every gradient waits on the host, without only a small ring does.
     """
-    host = {purpose.value: sum(x.nbytes(purpose) for x in layouts) for purpose in STATE}
-    gradients = [layout.nbytes(Purpose.GRADIENT, gradient_dtype) for layout in layouts]
-    embed, *layers, head = gradients if len(gradients) > 1 else [*gradients, 0]
-    ring = embed + head + layer_gradient_slots * max(layers, default=0)
-    host["gradient"] = sum(gradients) if clip else min(ring, sum(gradients))
-
-    def slots(purpose: Purpose, count: int) -> int:
-        sizes = [layout.nbytes(purpose, gradient_dtype) for layout in layouts]
-        return count * max(sizes[1:-1], default=0) + sizes[0] + sizes[-1]
-
-    device = slots(Purpose.WEIGHT, layer_weight_slots)
-    device += slots(Purpose.ACCUMULATOR, layer_gradient_slots)
-    device += slots(Purpose.GRADIENT, layer_gradient_slots)
+    host = {
+        purpose.value: sum(HostSlab.rounded(layout.nbytes(purpose)) for layout in layouts)
+        for purpose in STATE
+    }
+    sizes = slot_sizes(layouts[: plan.head + 1], plan, gradient_dtype)
+    host["gradient"] = sum(HostSlab.rounded(n) for n in sizes.home_gradients.values())
     host["process"] = PROCESS_BYTES
-    return MemoryNeed(host=host, device_slots=device)
+    return MemoryNeed(host=host, device_slots=sizes.device)
 
 
 def available_host_bytes() -> int:

@@ -18,6 +18,7 @@ from megatrain.schedule.build import (
     initial_contents,
 )
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
+from megatrain.schedule.sizes import SlotSizes, slot_sizes
 from megatrain.schedule.verify import derive_waits, verify_contents, verify_waits, with_poison
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "OpKind",
     "ScheduleError",
     "Slot",
+    "SlotSizes",
     "Space",
     "StepPlan",
     "build_evaluation",
@@ -34,6 +36,7 @@ __all__ = [
     "build_step",
     "derive_waits",
     "initial_contents",
+    "slot_sizes",
     "verify_contents",
     "verify_waits",
     "with_poison",

@@ -1,0 +1,53 @@
+"""What the planner counts is what the engine allocates, to the byte."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.engine import EngineOptions, step_plan
+from megatrain.errors import UserError
+from megatrain.planner import check_fits, memory_need
+from megatrain.planner.fit import PROCESS_BYTES
+
+from .harness import ADAMW, make_config, make_engine, reference_model
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize("frozen", [(), ("*layers.1.*", "*h.1.*")], ids=["all", "frozen"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_counted_bytes_are_allocated_bytes(
+    name: str, dtype: str, max_grad_norm: float, frozen: tuple[str, ...], slots: int
+) -> None:
+    config = make_config(name)
+    masters = dict(reference_model(config).named_parameters())
+    patterns = [p for p in frozen if any(("h.1." in n) == ("h.1" in p) for n in masters)]
+    patterns = [p for p in patterns if any(p.strip("*") in n for n in masters)]
+    options = EngineOptions(
+        adamw=ADAMW,
+        max_grad_norm=max_grad_norm,
+        layer_weight_slots=slots,
+        layer_gradient_slots=slots,
+    )
+    engine = make_engine(config, masters, compute_dtype=dtype, frozen=patterns, options=options)
+    need = memory_need(
+        [block.layout for block in engine.model.blocks],
+        step_plan(engine.model, options),
+        gradient_dtype=dtype,
+    )
+    slabs = engine.store.slab.nbytes + engine.buffers.slab.nbytes
+    assert need.host_total - PROCESS_BYTES == slabs
+    pools = (engine.buffers.weights, engine.buffers.accumulators, engine.buffers.staging)
+    assert need.device_slots == sum(slot.numel() for pool in pools for slot in pool)
+
+
+def test_a_run_that_does_not_fit_says_what_for() -> None:
+    config = make_config("llama")
+    engine = make_engine(config, dict(reference_model(config).named_parameters()))
+    need = memory_need(
+        [block.layout for block in engine.model.blocks], engine.plan, gradient_dtype="float32"
+    )
+    check_fits(replace(need), budget=10**10, on_device=False)
+    with pytest.raises(UserError, match=r"exp_avg .* KiB.*1\.00 MiB is allowed by host_memory"):
+        check_fits(need, budget=2**20, on_device=True)
