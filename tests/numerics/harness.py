@@ -20,8 +20,9 @@ from megatrain.engine import Engine, EngineOptions, StepResult
 from megatrain.engine.microbatch import make_micro_batch, split_rows
 from megatrain.engine.worker import AdamWOptions
 from megatrain.layout import Purpose
-from megatrain.memory import BlockStore
-from megatrain.models import BlockModel, build_on_meta, split_model
+from megatrain.memory import BlockStore, segment_views
+from megatrain.memory.store import param_views
+from megatrain.models import build_on_meta, split_model
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -203,9 +204,6 @@ def engine_state(engine: Engine, purpose: Purpose) -> dict[str, Tensor]:
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Rounded gradients as they wait for the update (clipping on), unclipped."""
-    from megatrain.memory import segment_views
-    from megatrain.memory.store import param_views
-
     found: dict[str, Tensor] = {}
     dtype = engine._worker.gradient_dtype
     for block in engine.model.blocks[: engine.plan.head + 1]:
@@ -241,6 +239,3 @@ def run_engine(
 
 def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
-
-
-__all__ = ["BlockModel"]

@@ -5,15 +5,21 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from megatrain.data import Row
 from megatrain.engine import EngineOptions
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.lanes import Handler
+from megatrain.engine.microbatch import make_micro_batch
+from megatrain.engine.randomness import seed_of
+from megatrain.errors import UserError
 from megatrain.layout import Purpose
-from megatrain.schedule import Lane, Op, OpKind
+from megatrain.schedule import Lane, Op
 
 from .harness import (
     ADAMW,
@@ -159,7 +165,7 @@ def test_slots_threads_and_placement_change_no_bit(dtype: str, max_grad_norm: fl
 class RandomLanes:
     """Runs one operation at a time in a random order that lanes and waits allow."""
 
-    def __init__(self, seed: int, drop: tuple[OpKind, int] | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
     def run(self, ops: list[Op], waits: list[tuple[int, ...]], handle: Handler) -> None:
@@ -188,6 +194,50 @@ def test_dropout_is_replayed_in_recompute_and_by_any_split() -> None:
     assert same_bits(*states)
     other = final_state("gpt2_dropout", replace(base, seed=8), "float32")
     assert not torch.equal(other["losses"], states[0]["losses"])
+
+
+def test_dropout_gradients_equal_plain_pytorch_with_the_same_masks() -> None:
+    """The whole model, one row at a time, its generator set at each block as the engine sets it."""
+    config = make_config("gpt2_dropout")
+    model = reference_model(config)
+    engine = make_engine(config, masters_of(model), options=replace(OPTIONS, seed=7))
+    row = 0
+
+    def seed_block(block: int) -> None:
+        torch.manual_seed(seed_of(7, 0, block, row))
+
+    for index, layer in enumerate(model.transformer.h):
+        layer.register_forward_pre_hook(lambda *_, block=index + 1: seed_block(block))
+    model.register_forward_pre_hook(lambda *_: seed_block(0))
+    rows, losses = STEPS[0], 0.0
+    total = sum(float(r.weights[1:].sum()) for r in rows)
+    sums = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for row in range(len(rows)):
+        losses += _accumulate(model, rows[row : row + 1], total, sums)
+    result = engine.step(rows, learning_rate=LEARNING_RATE)
+    assert result.loss == pytest.approx(losses / total, rel=1e-6)
+    assert_close(gradients_of(engine), sums, relative=GRADIENT_TOLERANCE, what="gradient")
+
+
+def test_rows_of_no_tokens_and_steps_without_targets_are_refused() -> None:
+    config = make_config("llama")
+    engine = make_engine(config, masters_of(reference_model(config)))
+    nothing = Row(input_ids=np.zeros(0, np.int64), weights=np.zeros(0, np.float32))
+    unsupervised = Row(input_ids=np.arange(5), weights=np.zeros(5, np.float32))
+    for rows, message in [([], "no rows"), ([nothing], "zero"), ([unsupervised], "no supervised")]:
+        with pytest.raises(UserError, match=message):
+            engine.step(rows, learning_rate=LEARNING_RATE)
+
+
+def test_a_micro_batch_without_targets_among_others_changes_nothing() -> None:
+    config = make_config("llama_tied")
+    masters = masters_of(reference_model(config))
+    silent = Row(input_ids=np.arange(3, 9), weights=np.zeros(6, np.float32))
+    options = replace(OPTIONS, micro_batch_rows=1)
+    engines = [make_engine(config, masters, options=options) for _ in range(2)]
+    engines[0].step(STEPS[0][:2], learning_rate=LEARNING_RATE)
+    engines[1].step([STEPS[0][0], silent, STEPS[0][1]], learning_rate=LEARNING_RATE)
+    assert same_bits(gradients_of(engines[0]), gradients_of(engines[1]))
 
 
 def test_a_non_finite_norm_skips_the_whole_update() -> None:
@@ -289,9 +339,6 @@ def _resident_bf16_losses(
     losses = []
     shadow = dict(model.named_parameters())
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
     for rows in STEPS * 4:
         for name, param in master_model.named_parameters():
             shadow[name].data.copy_(param.data)
@@ -299,8 +346,6 @@ def _resident_bf16_losses(
         sums = {name: torch.zeros_like(p) for name, p in master_model.named_parameters()}
         loss_sum = 0.0
         for start in range(0, len(rows), rows_per_micro):
-            part = Reference.__new__(Reference)
-            part.model = model
             loss_sum += _accumulate(model, rows[start : start + rows_per_micro], total, sums)
         for name, param in master_model.named_parameters():
             param.grad = sums[name].bfloat16().float()
@@ -311,10 +356,6 @@ def _resident_bf16_losses(
 
 
 def _accumulate(model: Any, rows: Any, total: float, sums: dict[str, Tensor]) -> float:
-    from torch.nn import functional as F
-
-    from megatrain.engine.microbatch import make_micro_batch
-
     batch = make_micro_batch(rows, 0, torch.device("cpu"))
     logits = model(input_ids=batch.ids_BT, use_cache=False).logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), batch.labels_BT.flatten(), reduction="none")
@@ -334,7 +375,7 @@ def test_whole_logits_losses_see_every_token() -> None:
         whole_logits = True
 
         def __call__(self, logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-            losses = torch.nn.functional.cross_entropy(
+            losses = F.cross_entropy(
                 logits.float().flatten(0, 1), labels.flatten(), reduction="none"
             )
             return (losses * weights.flatten()).sum()

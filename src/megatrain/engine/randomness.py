@@ -7,11 +7,15 @@ import numpy as np
 import torch
 
 
+def seed_of(*key: int) -> int:
+    """The generator seed of a key (seed, step, block, row)."""
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+
+
 @contextmanager
 def keyed_randomness(*key: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators from the key (seed, step, block, row); restore them afterwards."""
-    seed = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed_of(*key))
         yield
