@@ -37,4 +37,4 @@ bench: $(READY) ## the host's AdamW sweep against its memory floor
 	$(BIN)/python benchmarks/adamw_host.py
 
 docs: $(READY) ## generate docs/config.md
-	$(BIN)/python -m megatrain.config > docs/config.md
+	$(BIN)/python scripts/generate_config_docs.py

@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -34,6 +36,23 @@ def seconds(action: Callable[[], object], repeats: int = 9) -> list[float]:
         action()
         times.append(time.perf_counter() - started)
     return sorted(times)
+
+
+def cpu_name() -> str:
+    """The processor's own name."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def commit() -> str | None:
+    """The checkout's commit, marked if files differ from it; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    return done.stdout.strip() or None
 
 
 def main() -> None:
@@ -70,8 +89,13 @@ def main() -> None:
         "predicted_at_this_bandwidth": bandwidth / BYTES_PER_PARAMETER / 1e9,
         "bytes_per_second_in_place": bandwidth,
         "threads": threads,
-        "machine": platform.machine(),
-        "torch": torch.__version__,
+        "machine": cpu_name(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numba": metadata.version("numba"),
+        },
+        "commit": commit(),
     }
     print(json.dumps(row, indent=1))
     RESULTS.parent.mkdir(exist_ok=True)

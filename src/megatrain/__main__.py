@@ -1,3 +1,5 @@
+"""`python -m megatrain` is the `megatrain` command."""
+
 from megatrain.cli import main
 
 main()

@@ -4,14 +4,19 @@ import os
 import platform
 import sys
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 import yaml
 from rich.console import Console
 
+from megatrain import __version__
 from megatrain.config import read_config
+from megatrain.data import DataOptions
+from megatrain.data.files import find_files
 from megatrain.errors import UserError
+from megatrain.preflight import check_model, check_run
+from megatrain.units import format_bytes
 
 app = typer.Typer(
     add_completion=False,
@@ -27,7 +32,7 @@ def train(
     context: typer.Context,
     config_path: Annotated[str, typer.Argument(metavar="CONFIG.yaml")],
     print_config: Annotated[
-        bool, typer.Option(help="Print the resolved config, then stop.")
+        bool, typer.Option("--print-config", help="Print the resolved config, then stop.")
     ] = False,
 ) -> None:
     """Train as CONFIG.yaml says; any key can be overridden: --key value, or key=value."""
@@ -37,6 +42,14 @@ def train(
     if print_config:
         typer.echo(yaml.safe_dump(config.model_dump(), sort_keys=False), nl=False)
         return
+    # Before torch is imported, so that a mistyped path is told at once.
+    check_run(
+        model=config.model_name_or_path,
+        train_files=config.train_files,
+        eval_files=config.eval_files,
+        output_dir=config.output_dir,
+        overwrite=config.overwrite_output_dir,
+    )
     from megatrain.trainer import Trainer
 
     Trainer(config).train()
@@ -46,21 +59,37 @@ def train(
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model directory.")],
     files: Annotated[list[str], typer.Argument(help="Data files, folders or globs.")],
-    max_length: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
-    batch_size: Annotated[int, typer.Option(help="Rows per batch.")] = 8,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 1024,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
+    dataset_format: Annotated[
+        Literal["auto", "text", "prompt_completion", "messages"],
+        typer.Option(help="Format of the records."),
+    ] = "auto",
     prompt_column: Annotated[str, typer.Option(help="Column of the prompt.")] = "prompt",
     completion_column: Annotated[
         str, typer.Option(help="Column of the completion.")
     ] = "completion",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    completion_only_loss: Annotated[bool, typer.Option(help="Leave the prompt out.")] = True,
+    assistant_only_loss: Annotated[
+        bool, typer.Option(help="Take the assistant's turns only.")
+    ] = True,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")
+    ] = "auto",
 ) -> None:
     """Print token-weighted loss and perplexity of a model on files, as one JSON line."""
-    from megatrain.data import DataOptions
+    check_model(model)
+    find_files(files)
+    options = DataOptions(
+        max_length=max_length,
+        format=dataset_format,
+        prompt_column=prompt_column,
+        completion_column=completion_column,
+        completion_only_loss=completion_only_loss,
+        assistant_only_loss=assistant_only_loss,
+    )
     from megatrain.trainer import describe, evaluate_model
 
-    options = DataOptions(
-        max_length=max_length, prompt_column=prompt_column, completion_column=completion_column
-    )
     result = evaluate_model(model, files, options=options, batch_size=batch_size, device=device)
     typer.echo(describe(result))
 
@@ -71,14 +100,18 @@ def env() -> None:
     import psutil
     import torch
 
-    names = ["megatrain", "torch", "transformers", "tokenizers", "safetensors", "numba"]
-    for name in names:
+    typer.echo(f"megatrain {__version__}")
+    for name in ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy"):
         typer.echo(f"{name} {metadata.version(name)}")
     memory = psutil.virtual_memory()
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
-    typer.echo(f"{os.cpu_count()} cores, {memory.total / 2**30:.1f} GiB of memory")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    typer.echo(f"GPU {gpu}")
+    typer.echo(f"cores {os.cpu_count()}")
+    typer.echo(f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} free")
+    if not torch.cuda.is_available():
+        typer.echo("GPU none")
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        typer.echo(f"GPU {index} {device.name}, {format_bytes(device.total_memory)}")
 
 
 def main() -> None:

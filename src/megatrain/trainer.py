@@ -5,7 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +23,36 @@ from megatrain.data import (
     load_tokenizer,
     split_rows,
 )
-from megatrain.data.files import find_files
 from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
+from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
+from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.proof import prove
-from megatrain.models.weights import LoadReport, load_block_weights
+from megatrain.models.weights import LoadReport, checkpoint_files, load_block_weights
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
+from megatrain.preflight import check_model, check_run
 from megatrain.units import format_bytes, parse_bytes
 
 MAX_SKIPPED_STEPS = 20
 """A run whose last steps were all skipped as non-finite will not recover."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvalResult:
-    """Token-weighted loss of a data set."""
-
-    loss: float
-    perplexity: float
-    supervised_tokens: float
-
-
 def choose_device(name: str) -> torch.device:
     """The compute device of `auto`, `cpu` or `cuda`.
 
     Raises:
-        UserError: for cuda where there is none.
+        UserError: for cuda where there is none, or another name.
     """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            asked=f"device: {name}", found="no such device", change="use auto, cpu or cuda"
+        )
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError(
             asked="device: cuda",
@@ -64,33 +61,6 @@ def choose_device(name: str) -> torch.device:
         )
     use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
-
-
-def check_paths(config: TrainConfig) -> None:
-    """Everything about files that can be known before anything is loaded.
-
-    Raises:
-        UserError: for missing data, or an output directory that cannot or should not be written.
-    """
-    find_files(config.train_files)
-    if config.eval_files:
-        find_files(config.eval_files)
-    output = Path(config.output_dir)
-    asked = f"output_dir: {output}"
-    if output.exists() and not output.is_dir():
-        raise UserError(asked=asked, found="a file of that name", change="choose a directory")
-    holds = [n for n in ("log.jsonl", "config.json") if (output / n).exists()]
-    if holds and not config.overwrite_output_dir:
-        raise UserError(
-            asked=asked,
-            found=f"an earlier run or model there ({', '.join(holds)})",
-            change="choose another directory or set overwrite_output_dir: true",
-        )
-    above = output
-    while not above.exists():
-        above = above.parent
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise UserError(asked=asked, found="no right to write there", change="choose another")
 
 
 def load_blocks(
@@ -102,7 +72,7 @@ def load_blocks(
     trust_remote_code: bool = False,
 ) -> BlockModel:
     """A model's blocks without their weights."""
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
     model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
@@ -137,7 +107,13 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, *, loss: Loss = cross_entropy, quiet: bool = False
     ) -> None:
-        check_paths(config)
+        check_run(
+            model=config.model_name_or_path,
+            train_files=config.train_files,
+            eval_files=config.eval_files,
+            output_dir=config.output_dir,
+            overwrite=config.overwrite_output_dir,
+        )
         self.config, self.loss, self.quiet = config, loss, quiet
         self.device = choose_device(config.device)
         self.compute_dtype = config.dtype
@@ -150,7 +126,13 @@ class Trainer:
             revision=config.model_revision,
             trust_remote_code=config.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(config.model_name_or_path, revision=config.model_revision)
+        if config.model_init == "pretrained":
+            checkpoint_files(local_directory(config.model_name_or_path, config.model_revision))
+        self.tokenizer = load_tokenizer(
+            config.model_name_or_path,
+            revision=config.model_revision,
+            chat_template=config.chat_template_path,
+        )
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -261,8 +243,9 @@ class Trainer:
         else:
             path = local_directory(config.model_name_or_path, config.model_revision)
             source = load_block_weights(model, path, report, seed=config.seed)
+        first = next(source)  # a checkpoint that does not fit the model is refused here
         store = BlockStore([block.layout for block in model.blocks], device=self.device)
-        for index, tensors in source:
+        for index, tensors in chain([first], source):
             store.write(index, tensors)
         if report.missing:
             console.note(f"not in the checkpoint, initialised: {', '.join(report.missing)}")
@@ -284,6 +267,7 @@ class Trainer:
             micro_batch_tokens=config.micro_batch_tokens,
             gradient_dtype=config.gradient_dtype,
             seed=config.seed,
+            allow_nonfinite_blocks=config.allow_nonfinite_blocks,
             host_threads=None if self.device.type == "cuda" else os.cpu_count(),
         )
 
@@ -294,7 +278,7 @@ class Trainer:
         for step in range(self.total_steps):
             rows = [self.train_rows[i] for i in self.sampler.row_indices(step)]
             rate = self.learning_rate(step)
-            result = engine.step(rows, learning_rate=rate)
+            result = _step(engine, rows, rate, step)
             tokens_seen += result.real_tokens
             tokens_since += result.real_tokens
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -332,8 +316,19 @@ class Trainer:
         return result
 
 
+def _step(engine: Engine, rows: Sequence[Row], rate: float, step: int) -> StepResult:
+    try:
+        return engine.step(rows, learning_rate=rate)
+    except NonFiniteGradientError as error:
+        raise UserError(
+            asked=f"optimizer step {step + 1} without clipping",
+            found=str(error).rstrip("."),
+            change="Or set allow_nonfinite_blocks: true to go on",
+        ) from error
+
+
 def _log_row(result: StepResult, step: int, rate: float, epoch: float) -> dict[str, Any]:
-    return {
+    row: dict[str, Any] = {
         "step": step,
         "epoch": round(epoch, 4),
         "loss": result.loss,
@@ -341,18 +336,9 @@ def _log_row(result: StepResult, step: int, rate: float, epoch: float) -> dict[s
         "learning_rate": rate,
         "skipped": result.skipped,
     }
-
-
-def evaluate_rows(engine: Engine, rows: Sequence[Row], batch_size: int) -> EvalResult:
-    """Token-weighted loss and perplexity of rows."""
-    loss_sum = weight_sum = 0.0
-    for start in range(0, len(rows), batch_size):
-        sums = engine.evaluate([rows[i] for i in range(start, min(start + batch_size, len(rows)))])
-        loss_sum += sums.loss_sum
-        weight_sum += sums.weight_sum
-    loss = loss_sum / weight_sum
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return EvalResult(loss=loss, perplexity=perplexity, supervised_tokens=weight_sum)
+    if result.nonfinite_blocks:
+        row["nonfinite_blocks"] = list(result.nonfinite_blocks)
+    return row
 
 
 def evaluate_model(
@@ -364,7 +350,7 @@ def evaluate_model(
     device: str = "auto",
 ) -> EvalResult:
     """Loss and perplexity of a model directory on files, streamed block by block."""
-    find_files(files)
+    check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
     model = load_blocks(model_path, compute_dtype=dtype)

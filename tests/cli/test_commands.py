@@ -1,6 +1,7 @@
 """The real commands on a tiny real model; every shipped config; every mistake one clear error."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from megatrain.cli import app
-from megatrain.config import read_config
+from megatrain.config import make_config, read_config
 from megatrain.errors import UserError
+from megatrain.trainer import Trainer
 from tests.tokenizers_for_tests import save_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +28,7 @@ RUNNER = CliRunner()
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model and one data file of each kind."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a name is not looked up
     for name in ("base", "instruct", "shape"):
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()
@@ -53,6 +57,17 @@ def run(*arguments: str) -> Any:
     return result
 
 
+def run_for_real(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, from the current directory."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatrain", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
+
+
 def log_of(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
 
@@ -63,7 +78,8 @@ def test_every_example_trains_and_loads(name: str, workspace: Path) -> None:
     rows = [row for row in log_of(f"runs/{name}") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["num_input_tokens_seen"] > 0 and row["loss"] > 0 for row in rows)
-    model, info = AutoModelForCausalLM.from_pretrained(f"runs/{name}", output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(f"runs/{name}", output_loading_info=True)
+    model, info = loaded
     assert not any(info.values()), info
     assert (Path(f"runs/{name}") / "tokenizer.json").is_file()
     before = AutoModelForCausalLM.from_pretrained("models/base").state_dict()
@@ -120,7 +136,10 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_name_or_path": "models/none"}, "models/none"),
+        ({"model_name_or_path": "./models/none"}, r"\./models/none: no such directory"),
+        ({"model_name_or_path": "models/none"}, r"models/none: no usable config\.json"),
+        ({"model_name_or_path": "data"}, r"no config\.json there"),
+        ({"model_name_or_path": "data/train.jsonl"}, "a file, not a directory"),
         ({"train_files": ["data/none.jsonl"]}, "no such file"),
         ({"device": "cuda"}, "no CUDA device"),
         ({"host_memory": "1MiB"}, "allowed by host_memory"),
@@ -128,7 +147,12 @@ GOOD: dict[str, Any] = {
         ({"frozen": ["*"]}, "no parameter left to train"),
         ({"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
         ({"output_dir": "data/train.jsonl"}, "a file of that name"),
-        ({"output_dir": "models/base"}, "an earlier run or model there"),
+        ({"output_dir": "data/train.jsonl/out"}, "a file at .*train.jsonl"),
+        ({"output_dir": "models/instruct"}, "an earlier run or model there"),
+        (
+            {"output_dir": "models/../models/base", "overwrite_output_dir": True},
+            "the model to start from",
+        ),
         ({"model_name_or_path": "models/shape"}, r"no file model\.safetensors"),
         ({"gradient_dtype": "bfloat16", "dtype": "float32"}, "coarser"),
     ],
@@ -152,11 +176,123 @@ def test_kinds_of_models_that_cannot_be_right_are_refused_by_name(workspace: Pat
         run("train", "c.yaml")
 
 
-def test_the_installed_command_prints_no_traceback(workspace: Path) -> None:
-    (workspace / "c.yaml").write_text("learning_rat: 1\n")
-    command = [sys.executable, "-m", "megatrain", "train", "c.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=workspace)
+def test_a_gradient_that_is_not_finite_ends_the_run_and_names_its_block(workspace: Path) -> None:
+    config = GOOD | {"max_grad_norm": 0.0, "learning_rate": 1e-3}
+    options, _ = make_config(config)
+
+    def poisoned(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        del labels, weights
+        return (logits * 0.0).sqrt().sum()  # finite, its slope is not
+
+    with pytest.raises(UserError, match=r"not finite.*allow_nonfinite_blocks: true"):
+        Trainer(options, loss=poisoned, quiet=True).train()
+    allowed = options.model_copy(
+        update={"allow_nonfinite_blocks": True, "overwrite_output_dir": True}
+    )
+    Trainer(allowed, loss=poisoned, quiet=True).train()
+    assert "head" in log_of("out")[0]["nonfinite_blocks"]
+    before = AutoModelForCausalLM.from_pretrained("models/base").state_dict()
+    after = AutoModelForCausalLM.from_pretrained("out").state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_weights_are_looked_for_before_data_is_read(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError((arguments, options))
+
+    monkeypatch.setattr("megatrain.trainer.load_rows", never)
+    config, _ = make_config(GOOD | {"model_name_or_path": "models/shape"})
+    with pytest.raises(UserError, match=r"no file model\.safetensors"):
+        Trainer(config, quiet=True)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_memory_is_taken(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError((arguments, options))
+
+    file = Path("models/base/model.safetensors")
+    kept = {name: t for name, t in load_file(file).items() if "embed" in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    monkeypatch.setattr("megatrain.trainer.BlockStore", never)
+    config, _ = make_config(GOOD)
+    with pytest.raises(UserError, match="parameters missing"):
+        Trainer(config, quiet=True).train()
+
+
+def test_the_chat_template_given_is_used_and_saved(workspace: Path) -> None:
+    template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}"
+    Path("own.jinja").write_text(template)
+    example = str(ROOT / "examples" / "chat.yaml")
+    run("train", example, "max_steps=1", "max_length=64", "chat_template_path=own.jinja")
+    assert (Path("runs/chat") / "chat_template.jinja").read_text() == template
+
+
+def test_env_says_what_a_bug_report_needs() -> None:
+    lines = run("env").stdout.splitlines()
+    for name in ("megatrain ", "torch ", "transformers ", "numba ", "python ", "memory ", "GPU "):
+        assert sum(line.startswith(name) for line in lines) >= 1, name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "models/base", "data/text", "--batch-size", "0"),
+        ("eval", "models/base", "data/text", "--device", "tpu"),
+        ("eval", "models/base"),
+        ("eval", "models/base", "data/text", "--no-such-option"),
+        ("nonsense",),
+    ],
+)
+def test_options_of_commands_are_checked(arguments: tuple[str, ...], workspace: Path) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("./none", "data/text"), "no such directory"),
+        (("models/base", "data/none"), "no such file"),
+    ],
+)
+def test_eval_refuses_what_is_not_there(
+    arguments: tuple[str, ...], message: str, workspace: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run("eval", *arguments)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat: 1\n", "did you mean 'learning_rate'"),
+        (yaml.safe_dump(GOOD | {"train_files": ["none.txt"]}), "none.txt"),
+    ],
+)
+def test_the_real_command_prints_one_line_and_no_traceback(
+    text: str, message: str, workspace: Path
+) -> None:
+    (workspace / "c.yaml").write_text(text)
+    done = run_for_real("train", "c.yaml")
     assert done.returncode == 2
-    assert "did you mean 'learning_rate'" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.process
+def test_the_real_command_trains_and_shows_only_its_own_lines(workspace: Path) -> None:
+    Path("c.yaml").write_text(yaml.safe_dump(GOOD | {"max_steps": 2}))
+    done = run_for_real("train", "c.yaml")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step")] == [
+        "step 1/2",
+        "step 2/2",
+    ]
+    assert lines[-1] == "model written to out"

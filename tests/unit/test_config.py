@@ -1,33 +1,93 @@
-"""Keys are strict, synonyms are said, mistakes are one clear line."""
+"""Keys are strict, synonyms are said, mistakes are one clear line, no foreign key is unknown."""
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from transformers import TrainingArguments
 
 from megatrain.config import TrainConfig, document, make_config, parse_overrides, read_config
+from megatrain.config.foreign import MET, REFUSED, SYNONYMS
+from megatrain.config.options import GROUPS, OWN_KEYS
 from megatrain.errors import UserError
-from megatrain.units import format_bytes, parse_bytes
 
-NEEDED = {"model_name_or_path": "m", "train_files": ["t"], "output_dir": "o"}
+NEEDED: dict[str, Any] = {"model_name_or_path": "m", "train_files": ["t"], "output_dir": "o"}
+
+SFT_CONFIG = """
+    activation_offloading assistant_only_loss chat_template_path completion_only_loss dataset_kwargs
+    dataset_num_proc dataset_text_field eos_token eval_packing learning_rate loss_type max_length
+    model_init_kwargs packing packing_strategy pad_to_multiple_of pad_token padding_free
+    shuffle_dataset truncation_mode
+""".split()  # noqa: SIM905  a list of twenty strings is harder to compare
+MODEL_CONFIG = {"model_name_or_path", "model_revision", "dtype", "trust_remote_code"}
+"""Of TRL's ModelConfig."""
+
+NOT_AS_TRANSFORMERS_HAS_IT = {"save_strategy", "save_steps"}
+"""Their defaults ask for checkpoints within the run, which would be missed silently."""
+
+
+def training_arguments() -> dict[str, Any]:
+    """Fields of transformers' TrainingArguments and their defaults."""
+    return {
+        field.name: field.default_factory()
+        if field.default_factory is not dataclasses.MISSING
+        else field.default
+        for field in dataclasses.fields(TrainingArguments)
+    }
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"learning_rat": 1}, "did you mean 'learning_rate'"),
+        ({"cutoff_le": 1}, "did you mean 'cutoff_len'"),
         ({"qqqq": 1}, "no such key"),
         ({"max_length": "long"}, "max_length: .*found 'long'"),
+        ({"max_length": True}, "max_length: "),
+        ({"max_length": 10.5}, "max_length: "),
+        ({"seed": None}, "seed: "),
         ({"per_device_train_batch_size": 0}, "greater than or equal to 1"),
         ({"dtype": "float16"}, "dtype: "),
+        ({"learning_rate": float("nan")}, "learning_rate: .*finite"),
+        ({"learning_rate": "inf"}, "learning_rate: .*finite"),
+        ({"train_files": []}, "train_files: "),
+        ({"frozen": [1]}, r"frozen\.0: "),
+        ({"max_steps": 0}, "max_steps: give a positive number"),
+        ({"max_steps": -3}, "max_steps: give a positive number"),
+        ({"warmup_steps": 2.5}, "warmup_steps: a count is a whole number"),
+        ({"eval_split": 1.5}, "eval_split: a count is a whole number"),
+        ({"warmup_ratio": 1.0}, "no share of the steps"),
+        ({"warmup_ratio": 100}, "no share of the steps"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 10}, "two keys that both mean warmup_steps"),
+        ({"cutoff_len": 5, "sequence_len": 5}, "cutoff_len and sequence_len"),
+        ({"eval_files": ["e"], "eval_split": 0.1}, "exclude each other"),
+        ({"eval_steps": 5}, "eval_steps needs"),
+        ({"allow_nonfinite_blocks": True}, "needs max_grad_norm: 0"),
+        ({"chat_template_path": "models/base"}, "ends in .jinja"),
         ({"deepspeed": "z3.json"}, "does its own offload"),
         ({"fp16": True}, "use dtype"),
-        ({"optim": "sgd"}, "only AdamW"),
+        ({"optim": "sgd"}, "the optimizer is AdamW"),
+        ({"optim": "adamw_8bit"}, "the optimizer is AdamW.*set it to one of: adamw, adamw_torch"),
+        ({"eval_strategy": "epoch"}, "every eval_steps"),
+        ({"save_strategy": "steps"}, "nothing before it"),
+        ({"train_sampling_strategy": "sequential"}, "shuffle: false"),
+        ({"bf16": True, "dtype": "float32"}, "a contradiction"),
         ({"host_memory": "much"}, "not a size"),
+        ({"max_shard_size": 0}, "no room at all"),
     ],
 )
-def test_mistakes(values: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
+def test_mistakes(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
         make_config(NEEDED | values)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    with pytest.raises(UserError, match=r"max_length: .*; seed: ") as caught:
+        make_config(NEEDED | {"seed": "x", "max_length": []})
+    assert "pydantic" not in str(caught.value)
 
 
 def test_a_required_key_is_named() -> None:
@@ -45,36 +105,107 @@ def test_synonyms_and_keys_met_by_design_are_noticed() -> None:
     assert "cutoff_len is taken as max_length" in notices
 
 
+def test_what_yaml_reads_otherwise_is_fitted() -> None:
+    values = {"train_files": "one.txt", "max_grad_norm": 0, "host_memory": 10**9, "dtype": "auto"}
+    config, _ = make_config(NEEDED | values)
+    assert config.train_files == ["one.txt"]
+    assert isinstance(config.max_grad_norm, float)
+    assert config.host_memory == "1000000000"
+
+
 def test_overrides_in_three_spellings() -> None:
-    found = parse_overrides(["--max-length", "5", "--seed=3", "frozen=[a, b]"])
-    assert found == {"max_length": 5, "seed": 3, "frozen": ["a", "b"]}
-    for wrong in (["--seed"], ["seed"]):
-        with pytest.raises(UserError, match="no value"):
+    found = parse_overrides(["--max-length", "5", "--seed=3", "frozen=[a, b]", "--max_steps", "-1"])
+    assert found == {"max_length": 5, "seed": 3, "frozen": ["a", "b"], "max_steps": -1}
+    for wrong in (["--seed"], ["seed"], ["--seed", "--max_steps", "5"]):
+        with pytest.raises(UserError, match=r"override '(--)?seed': no value"):
             parse_overrides(wrong)
+    with pytest.raises(UserError, match=r"override 'frozen=\[a'.*quoted"):
+        parse_overrides(["frozen=[a"])
+
+
+def test_an_override_wins_under_whichever_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(NEEDED | {"cutoff_len": 10, "max_steps": 1}))
+    for override in ("max_length=20", "sequence_len=20"):
+        config, notices = read_config(path, [override])
+        assert config.max_length == 20
+        assert notices.count("cutoff_len is taken as max_length") == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("a: [", "YAML"), ("", "no keys"), ("- 1", "no keys")]
+    ("text", "message"),
+    [
+        ("a: [", "YAML"),
+        ("", "no keys"),
+        ("{}", "no keys"),
+        ("- 1", "no keys"),
+        ("1: 2", "the key 1, which is not text"),
+        ("seed: 1\nmax_steps: 2\nseed: 3", "the key 'seed' stands there twice.*line 3"),
+        ("? [a]\n: 1", "YAML"),
+    ],
 )
 def test_malformed_files(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         read_config(tmp_path / "c.yaml")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    for path, message in ((tmp_path / "none.yaml", "No such file"), (tmp_path, "directory")):
+        with pytest.raises(UserError, match=message):
+            read_config(path)
+    (tmp_path / "c.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(UserError, match="mend the YAML"):
+        read_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize("key", sorted({*training_arguments(), *SFT_CONFIG}))
+def test_every_key_of_transformers_and_trl_has_one_verdict(key: str) -> None:
+    verdicts = [key in table for table in (TrainConfig.model_fields, MET, REFUSED, SYNONYMS)]
+    assert verdicts.count(True) == 1
+
+
+@pytest.mark.parametrize("key", sorted(training_arguments()))
+def test_what_transformers_does_by_default_is_accepted(key: str) -> None:
+    value = training_arguments()[key]
+    if key in TrainConfig.model_fields or key in NOT_AS_TRANSFORMERS_HAS_IT:
+        return
+    make_config(NEEDED | {key: value if isinstance(value, bool | list) else _plain(value)})
+
+
+def _plain(value: Any) -> Any:
+    """An enum's value, as a config would have it."""
+    return getattr(value, "value", value)
+
+
+def test_tables_do_not_overlap_and_own_keys_are_our_own() -> None:
+    fields = set(TrainConfig.model_fields)
+    tables = [fields, set(MET), set(REFUSED), set(SYNONYMS)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    assert set(SYNONYMS.values()) <= fields
+    assert fields - OWN_KEYS <= {*training_arguments(), *SFT_CONFIG, *MODEL_CONFIG}
+    assert fields - {*training_arguments(), *SFT_CONFIG, *MODEL_CONFIG} >= OWN_KEYS
+    assert set(GROUPS) <= fields
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    ours = TrainConfig(**NEEDED)
+    own_choice = {"output_dir", "logging_steps", "lr_scheduler_kwargs"}
+    for key, value in training_arguments().items():
+        if key in TrainConfig.model_fields and key not in own_choice:
+            assert getattr(ours, key) == _plain(value), key
+
+
+def test_what_print_config_prints_is_read_back_alike(tmp_path: Path) -> None:
+    config, _ = make_config(NEEDED | {"learning_rate": 1e-5, "frozen": ["a*"], "max_steps": 3})
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    assert read_config(tmp_path / "c.yaml") == (config, [])
 
 
 def test_the_documentation_is_current() -> None:
     path = Path(__file__).parents[2] / "docs" / "config.md"
     assert path.read_text() == document(), "run `make docs`"
     assert all(info.description for info in TrainConfig.model_fields.values())
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("24GiB", 24 * 2**30), ("24G", 24 * 2**30), ("24000MB", 24 * 10**9), ("7", 7)],
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-
-
-def test_sizes_are_printed_in_the_largest_unit() -> None:
-    assert [format_bytes(n) for n in (7, 2048, 3 * 2**30)] == ["7 B", "2.00 KiB", "3.00 GiB"]
+    for name in (*TrainConfig.model_fields, *MET, *REFUSED, *SYNONYMS):
+        assert f"| `{name}` |" in path.read_text(), name

@@ -1,8 +1,9 @@
 """Rows in, token rows out: files, formats, supervision, order."""
 
-from megatrain.data.dataset import DataOptions, DatasetStats, TokenizedRows, load_rows, split_rows
-from megatrain.data.rows import Row
-from megatrain.data.sampler import StepSampler
+from megatrain.data.dataset import load_rows
+from megatrain.data.formats import DataOptions
+from megatrain.data.rows import DatasetStats, Row, TokenizedRows
+from megatrain.data.sampler import StepSampler, split_rows
 from megatrain.data.tokenizer import load_tokenizer
 
 __all__ = [

@@ -1,6 +1,13 @@
-"""One training row."""
+"""Training rows, and how many of them are kept.
 
+Promise: a row asked for is a copy, so whoever changes it changes nothing here.  Price: 8 bytes a
+token.  The three arrays may as well be memory-mapped files.
+"""
+
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,3 +22,115 @@ class Row:
     weights: npt.NDArray[np.float32]
     """(T,) loss weight of token t *as a target*; 0 is not supervised.  The first token is never
     a target, whatever its weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStats:
+    """What became of the records."""
+
+    records: int
+    rows: int
+    tokens: int
+    """Of the kept rows."""
+    supervised_tokens: int
+    """Targets with a weight, of the kept rows."""
+    longest: int
+    """Tokens of the longest kept row."""
+    truncated: int
+    """Rows that were longer than max_length, kept or not."""
+    skipped: int
+    """Records with nothing to learn: no token, or none supervised after truncation."""
+    empty: int
+    """Those of the skipped that have fewer than two tokens, so that none has a predecessor."""
+
+
+class TokenizedRows(Sequence[Row]):
+    """Rows in three flat arrays.
+
+    Args:
+        input_ids: (N,) int32, the rows' tokens one row after the other.
+        weights: (N,) float32, beside each token.
+        offsets: (rows + 1,) int64, where each row begins; the last is N.
+        stats: counts of the data set.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_ids: npt.NDArray[np.int32],
+        weights: npt.NDArray[np.float32],
+        offsets: npt.NDArray[np.int64],
+        stats: DatasetStats,
+    ) -> None:
+        assert len(input_ids) == len(weights) == offsets[-1]
+        self._ids, self._weights, self._offsets = input_ids, weights, offsets
+        self.stats = stats
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        number = range(len(self))[index]  # counts from the end, and refuses, as a list does
+        start, stop = self._offsets[number], self._offsets[number + 1]
+        return Row(
+            input_ids=self._ids[start:stop].astype(np.int64),
+            weights=self._weights[start:stop].copy(),
+        )
+
+
+class RowCollector:
+    """Takes rows one by one into flat arrays, so that a row object lives only for a moment."""
+
+    def __init__(self, *, max_length: int) -> None:
+        self._max_length = max_length
+        self._ids, self._weights, self._offsets = array("i"), array("f"), array("q", [0])
+        self._records = self._truncated = self._skipped = self._empty = 0
+        self._supervised = self._longest = 0
+
+    def add_record(self, rows: Sequence[Row]) -> None:
+        """Cut the rows of one record at max_length; keep those that supervise anything."""
+        self._records += 1
+        kept = [self._add(row) for row in rows]
+        self._skipped += not any(kept)
+        self._empty += all(len(row.input_ids) < 2 for row in rows)
+
+    def _add(self, row: Row) -> bool:
+        self._truncated += len(row.input_ids) > self._max_length
+        ids, weights = row.input_ids[: self._max_length], row.weights[: self._max_length]
+        supervised = int(np.count_nonzero(weights[1:]))
+        if not supervised:
+            return False
+        self._ids.frombytes(ids.astype(np.int32).tobytes())
+        self._weights.frombytes(weights.astype(np.float32).tobytes())
+        self._offsets.append(len(self._ids))
+        self._supervised += supervised
+        self._longest = max(self._longest, len(ids))
+        return True
+
+    def stats(self) -> DatasetStats:
+        """Counts so far."""
+        return DatasetStats(
+            records=self._records,
+            rows=len(self._offsets) - 1,
+            tokens=len(self._ids),
+            supervised_tokens=self._supervised,
+            longest=self._longest,
+            truncated=self._truncated,
+            skipped=self._skipped,
+            empty=self._empty,
+        )
+
+    def finish(self) -> TokenizedRows:
+        """The rows, at least one of them; the memory is handed over, not copied."""
+        return TokenizedRows(
+            input_ids=np.frombuffer(self._ids, dtype=np.int32),
+            weights=np.frombuffer(self._weights, dtype=np.float32),
+            offsets=np.frombuffer(self._offsets, dtype=np.int64),
+            stats=self.stats(),
+        )

@@ -1,4 +1,8 @@
-"""The model's own tokenizer and chat template."""
+"""The model's own tokenizer and chat template.
+
+Promise: a directory is read from the disk alone, the network is never asked.  A padding token is
+not needed: rows are padded on the right with any token, unsupervised.
+"""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,21 +30,47 @@ class Tokenizer(Protocol):
         """Write the tokenizer's files."""
 
 
-def load_tokenizer(path: str | Path, *, revision: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    model_path: str | Path, *, revision: str | None = None, chat_template: str | None = None
+) -> Tokenizer:
     """Load the tokenizer of a model directory or id.
 
+    Args:
+        model_path: directory, or id of a model on the Hub or in its cache.
+        revision: branch, tag or commit of a model id.
+        chat_template: a Jinja template, or the path of a `.jinja` file, instead of the model's own.
+
     Raises:
-        UserError: if there is none.
+        UserError: if there is none that loads, or no such template file.
     """
     from transformers import AutoTokenizer
 
+    template = None if chat_template is None else _template_text(chat_template)
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(path), revision=revision)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(model_path), revision=revision, local_files_only=Path(model_path).is_dir()
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            asked=f"the tokenizer of {path}",
-            found=f"none that loads ({str(error).strip().splitlines()[0].rstrip('.')})",
+            asked=f"the tokenizer of {model_path}",
+            found=f"none that loads ({lines[0].strip().rstrip('.:')})",
             change="copy tokenizer.json and tokenizer_config.json into the model directory",
         ) from error
+    if template is not None:
+        tokenizer.chat_template = template
     loaded: Tokenizer = tokenizer
     return loaded
+
+
+def _template_text(chat_template: str) -> str:
+    if not chat_template.endswith(".jinja"):
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            asked=f"the chat template {chat_template}",
+            found="no such file that can be read as UTF-8",
+            change="give the path of a .jinja file, or the template itself",
+        ) from error

@@ -1,12 +1,20 @@
-"""One JSON object a line, with Hugging Face's names."""
+"""One JSON object a line, with Hugging Face's names.
+
+Promise: a row is with the operating system when `write` returns, so a killed run keeps its log.
+"""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 
 class RunLog:
-    """Appends rows to `log.jsonl`; each is on disk when `write` returns."""
+    """Writes `log.jsonl`.
+
+    Args:
+        output_dir: an existing directory; an earlier log in it is replaced.
+    """
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / "log.jsonl"
@@ -20,5 +28,4 @@ class RunLog:
 
 
 def _finite(value: Any) -> Any:
-    is_bad = isinstance(value, float) and (value != value or value in (float("inf"), -float("inf")))
-    return None if is_bad else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,187 @@
+"""Keys of other trainers that are not options here, each with what becomes of it and why.
+
+`MET` holds what megatrain does anyway: the accepted values are taken with a notice.  `REFUSED`
+holds what it does not do: only the values that ask for nothing are let through, silently.
+Together with `TrainConfig` they name every field of transformers' TrainingArguments and of TRL's
+SFTConfig, which a test checks, so that no such key is ever "unknown" and none is ignored.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+SYNONYMS = {
+    "base_model": "model_name_or_path",
+    "cutoff_len": "max_length",
+    "sequence_len": "max_length",
+    "max_seq_length": "max_length",
+    "micro_batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "num_epochs": "num_train_epochs",
+    "warmup_ratio": "warmup_steps",
+    "lr": "learning_rate",
+    "lr_scheduler": "lr_scheduler_type",
+    "adam_beta_1": "adam_beta1",
+    "adam_beta_2": "adam_beta2",
+    "torch_dtype": "dtype",
+    "dataset": "train_files",
+    "dataset_path": "train_files",
+    "train_file": "train_files",
+    "eval_dataset": "eval_files",
+    "eval_dataset_path": "eval_files",
+    "validation_file": "eval_files",
+    "val_set_size": "eval_split",
+    "chat_template_jinja": "chat_template_path",
+}
+"""Names that LLaMA-Factory, Axolotl, older TRL and common scripts use for the same thing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignKey:
+    """One key of another trainer."""
+
+    accepted: tuple[Any, ...] | None
+    """Values that are taken; None: every value."""
+    why: str
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a config may say this; `False` and 0 are not the same, 0 and 0.0 are."""
+        if self.accepted is None:
+            return True
+        kinds = [(isinstance(each, bool), each) for each in self.accepted]
+        return (isinstance(value, bool), value) in kinds
+
+
+MET: dict[str, ForeignKey] = {}
+REFUSED: dict[str, ForeignKey] = {}
+
+
+def _met(names: str, why: str, *accepted: Any) -> None:
+    MET.update(dict.fromkeys(names.split(), ForeignKey(accepted=accepted or None, why=why)))
+
+
+def _refused(names: str, why: str, *accepted: Any) -> None:
+    key = ForeignKey(accepted=(None, False, *accepted), why=why)
+    REFUSED.update(dict.fromkeys(names.split(), key))
+
+
+_met("bf16", "dtype decides, and auto is bfloat16 on a GPU; masters are fp32 always")
+_met("bf16_full_eval", "evaluation computes in the same dtype as training")
+_met(
+    "gradient_checkpointing gradient_checkpointing_kwargs"
+    " activation_checkpointing activation_checkpointing_kwargs",
+    "every block is recomputed in backward",
+)
+_met(
+    "optim",
+    "the optimizer is AdamW with fp32 masters and moments",
+    "adamw",
+    "adamw_torch",
+    "adamw_torch_fused",
+)
+_met("do_train", "train always trains", True, False)
+_met(
+    "do_eval eval_on_start eval_strategy evaluation_strategy",
+    "held-out data is evaluated before and after training, and every eval_steps",
+    True,
+    False,
+    None,
+    "no",
+    "steps",
+)
+_met("logging_strategy", "a row is logged every logging_steps", "steps")
+_met("logging_nan_inf_filter", "a loss that is not finite is logged as null, never left out")
+_met("include_num_input_tokens_seen", "tokens are always counted, padding never")
+_met("log_on_each_node save_on_each_node", "there is one node")
+_met("disable_tqdm", "the progress display gives way to plain lines where there is no terminal")
+_met("prediction_loss_only", "evaluation takes the loss only")
+_met(
+    "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
+    "evaluation keeps sums only, no predictions",
+)
+_met("save_only_model", "the model is what is written", True, False)
+_met("save_strategy", "the final model is always written, nothing before it", "no", False, "end")
+_met("use_cache", "training keeps no cache of keys and values", False)
+_met("use_liger_kernel", "logits are computed in chunks, of supervised tokens only, as it is")
+_met(
+    "average_tokens_across_devices",
+    "the loss is divided by the step's supervised tokens, on one device",
+)
+_met(
+    "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
+    " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
+    " dataset_num_proc",
+    "rows are tokenised before the first step; no loader runs beside training",
+)
+_met("remove_unused_columns", "only the columns that a format needs are read")
+_met("shuffle_dataset", "shuffle permutes the rows in each epoch")
+_met("train_sampling_strategy", "shuffle: false is the sequential order", "random")
+_met("length_column_name", "rows are not grouped by length")
+_met("truncation_mode", "the end of a long row is cut off", "keep_start")
+_met("pad_token", "padding is on the right, is not counted and carries no loss")
+_met("packing_strategy", "rows are not packed")
+_met("loss_type", "the loss is cross-entropy in chunks of tokens", "nll", "chunked_nll", None)
+_met("dataset_text_field", "text is read from the column of that name", "text")
+_met("stage", "dataset_format says what the rows are", "sft", "pt")
+_met("finetuning_type", "all parameters are trained", "full")
+_met("ddp_timeout", "there is one process")
+
+_refused(
+    "deepspeed fsdp fsdp_config accelerator_config parallelism_config",
+    "megatrain does its own offload, on one device",
+    "",
+)
+_refused(
+    "ddp_backend ddp_bucket_cap_mb ddp_broadcast_buffers ddp_find_unused_parameters"
+    " ddp_static_graph",
+    "there is one process",
+)
+_refused("local_rank", "there is one process", -1, 0)
+_refused("fp16 fp16_full_eval", "float16 is not a compute dtype here: use dtype: bfloat16")
+_refused("tf32", "fp32 computes in fp32: use dtype: bfloat16 for speed")
+_refused("optim_args optim_target_modules", "the optimizer is AdamW, set by the adam_ keys")
+_refused("label_smoothing_factor", "not there yet; the Python API takes any loss", 0, 0.0)
+_refused("neftune_noise_alpha", "not supported")
+_refused("torch_compile torch_compile_backend torch_compile_mode", "blocks are not compiled so far")
+_refused("liger_kernel_config", "liger-kernel is not used")
+_refused("torch_empty_cache_steps", "device buffers are allocated once")
+_refused("auto_find_batch_size", "micro_batch_tokens splits a step, and changes no result", 0)
+_refused("logging_first_step", "use logging_steps: 1")
+_refused("log_level", "messages are not graded", "passive", "info")
+_refused("log_level_replica", "there is one process", "warning")
+_refused("report_to", "the log is JSON lines in output_dir so far", "none", [], ["none"])
+_refused(
+    "run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "no tracker is used so far",
+    "huggingface",
+)
+_refused("eval_delay", "evaluation begins before training", 0, 0.0)
+_refused("include_for_metrics batch_eval_metrics", "evaluation takes the loss only", [])
+_refused(
+    "save_steps save_total_limit load_best_model_at_end metric_for_best_model greater_is_better"
+    " enable_jit_checkpoint",
+    "only the final model is written so far",
+)
+_refused(
+    "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
+    "resuming is not there yet",
+)
+_refused(
+    "push_to_hub hub_token hub_private_repo hub_model_id hub_always_push hub_revision",
+    "upload output_dir with huggingface_hub afterwards",
+)
+_refused("hub_strategy", "upload output_dir with huggingface_hub afterwards", "every_save")
+_refused("data_seed", "seed is the key of the order too")
+_refused("use_cpu no_cuda", "use device: cpu")
+_refused("dataloader_drop_last", "the last step of an epoch may be short")
+_refused("group_by_length", "rows are not grouped by length")
+_refused("label_names", "labels come from the columns of the format", [])
+_refused("debug", "there is no such debug mode", "", [])
+_refused("skip_memory_metrics", "memory is printed before training, not traced", True)
+_refused("do_predict", "use megatrain eval afterwards")
+_refused("packing sample_packing eval_packing eval_sample_packing", "packing is not there yet")
+_refused("padding_free pad_to_multiple_of", "rows are padded to the longest of their micro-batch")
+_refused("model_init_kwargs dataset_kwargs", "use the flat keys of this config", {})
+_refused("eos_token", "the tokenizer's own end-of-sequence token is used")
+_refused("activation_offloading", "activations stay on the device so far")
+_refused("load_in_8bit load_in_4bit quantization_bit", "training is at full precision")
+_refused("use_peft adapter lora_rank lora_r lora_alpha lora_target", "all parameters are trained")

@@ -1,0 +1,187 @@
+"""The options of `megatrain train`: flat, with the names and defaults of Hugging Face and TRL.
+
+Promise: strict types, no key that does nothing, no two keys that contradict each other.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from megatrain.units import parse_bytes
+
+GROUPS = {
+    "model_name_or_path": "Model",
+    "train_files": "Data",
+    "num_train_epochs": "Steps",
+    "learning_rate": "Optimizer",
+    "output_dir": "Run",
+}
+"""The first key of each group, in the order of the class below."""
+
+OWN_KEYS = frozenset(
+    {
+        "model_init",
+        "frozen",
+        "train_files",
+        "eval_files",
+        "eval_split",
+        "dataset_format",
+        "prompt_column",
+        "completion_column",
+        "shuffle",
+        "micro_batch_tokens",
+        "gradient_dtype",
+        "allow_nonfinite_blocks",
+        "overwrite_output_dir",
+        "save_dtype",
+        "max_shard_size",
+        "device",
+        "host_memory",
+    }
+)
+"""Keys that neither TrainingArguments nor TRL's SFTConfig and ModelConfig have."""
+
+
+class TrainConfig(BaseModel):
+    """Options of `megatrain train`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+    )
+
+    model_name_or_path: str = Field(description="Directory of a Hugging Face model, or its id.")
+    model_revision: str | None = Field(None, description="Revision of a model id.")
+    model_init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="Load the weights, or draw them as the model's own code would."
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="dtype of weights and activations; auto: bfloat16 on a GPU, float32 on the"
+        " CPU. Masters and moments are fp32 either way.",
+    )
+    frozen: list[str] = Field(
+        default_factory=list,
+        description="Glob patterns over parameter names; what matches is not trained and costs"
+        " no optimizer state.",
+    )
+    trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
+
+    train_files: list[str] = Field(
+        min_length=1, description="Files, folders or globs (.jsonl, .json, .txt)."
+    )
+    eval_files: list[str] = Field(default_factory=list, description="Held-out files.")
+    eval_split: float = Field(
+        0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
+    )
+    dataset_format: Literal["auto", "text", "prompt_completion", "messages"] = Field(
+        "auto", description="Format of the records; auto looks at the columns of the first one."
+    )
+    prompt_column: str = Field("prompt", description="Column that holds the prompt.")
+    completion_column: str = Field("completion", description="Column that holds the completion.")
+    completion_only_loss: bool = Field(True, description="Do not train on the prompt.")
+    assistant_only_loss: bool = Field(
+        True, description="Train on the assistant's turns only (TRL's default is false)."
+    )
+    chat_template_path: str | None = Field(
+        None, description="A .jinja file to use (and to save) instead of the model's chat template."
+    )
+    max_length: int = Field(1024, ge=2, description="Tokens per row; the rest is cut off.")
+    shuffle: bool = Field(True, description="Permute the rows in each epoch, by seed.")
+
+    num_train_epochs: float = Field(3.0, gt=0, description="Passes over the data.")
+    max_steps: int = Field(-1, description="Optimizer steps; overrides epochs if positive.")
+    per_device_train_batch_size: int = Field(
+        8, ge=1, description="Rows of one micro-batch, unless micro_batch_tokens is set."
+    )
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="A step has this many times per_device_train_batch_size rows."
+    )
+    per_device_eval_batch_size: int = Field(8, ge=1, description="Rows of an evaluation batch.")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="Padded tokens of one micro-batch; the step's rows stay the same."
+    )
+
+    learning_rate: float = Field(5e-5, ge=0, description="Peak learning rate.")
+    lr_scheduler_type: str = Field("linear", description="A Hugging Face schedule's name.")
+    lr_scheduler_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further arguments of the schedule."
+    )
+    warmup_steps: float = Field(
+        0.0, ge=0, description="Steps of linear warm-up; below 1: a share of all steps."
+    )
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled decay; not on biases and norms.")
+    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's beta1.")
+    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW's beta2.")
+    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        1.0, ge=0, description="Clip the global gradient norm; 0 turns clipping off."
+    )
+    gradient_dtype: Literal["bfloat16", "float32"] | None = Field(
+        None, description="dtype in which a summed gradient waits; by default the compute dtype."
+    )
+    allow_nonfinite_blocks: bool = Field(
+        False,
+        description="Without clipping: skip the update of a block whose gradient is not finite and"
+        " go on, instead of ending the run.",
+    )
+
+    output_dir: str = Field(description="Where the model and the log go.")
+    overwrite_output_dir: bool = Field(False, description="Write over an earlier run there.")
+    save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="dtype of the saved model; auto: the compute dtype."
+    )
+    max_shard_size: str = Field("5GB", description="Largest weights file.")
+    logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
+    eval_steps: int | None = Field(
+        None, ge=1, description="Evaluate every so many steps, besides before and after training."
+    )
+    seed: int = Field(42, ge=0, description="Key of order, initialisation and dropout.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where blocks are computed.")
+    host_memory: str | None = Field(
+        None, description="Host memory that the run may use, such as 100GiB; default: what is free."
+    )
+    full_determinism: bool = Field(
+        False, description="Deterministic kernels on the GPU: the same bits in every run."
+    )
+
+    @field_validator("max_shard_size", "host_memory")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        if value is not None and parse_bytes(value) == 0:
+            raise ValueError(f"'{value}' is no room at all")
+        return value
+
+    @field_validator("warmup_steps", "eval_split")
+    @classmethod
+    def _is_a_count_or_a_share(cls, value: float) -> float:
+        if value > 1 and not value.is_integer():
+            raise ValueError("a count is a whole number, a share is below 1")
+        return value
+
+    @field_validator("max_steps")
+    @classmethod
+    def _is_minus_one_or_positive(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("give a positive number, or -1 to count epochs")
+        return value
+
+    @field_validator("chat_template_path")
+    @classmethod
+    def _is_a_template_file(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".jinja"):
+            raise ValueError("give a file whose name ends in .jinja")
+        return value
+
+    @model_validator(mode="after")
+    def _has_no_key_without_effect(self) -> "TrainConfig":
+        if self.eval_files and self.eval_split:
+            raise ValueError("eval_files and eval_split exclude each other")
+        if self.eval_steps is not None and not (self.eval_files or self.eval_split):
+            raise ValueError("eval_steps needs eval_files or eval_split")
+        if self.allow_nonfinite_blocks and self.max_grad_norm > 0:
+            raise ValueError("allow_nonfinite_blocks needs max_grad_norm: 0")
+        return self

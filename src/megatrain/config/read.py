@@ -1,0 +1,216 @@
+"""From a YAML file and a command line to checked options.
+
+Promise: every mistake is one `UserError` that names the key, and every key that was translated or
+is met by design is reported.  Nothing heavy is imported.
+"""
+
+import difflib
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatrain.config.foreign import MET, REFUSED, SYNONYMS
+from megatrain.config.options import TrainConfig
+from megatrain.errors import UserError
+
+SIZES = ("max_shard_size", "host_memory")
+"""Keys whose value may be a plain number of bytes."""
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML in which a key may stand once only; plain YAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable) or key in seen:
+                problem = "twice" if isinstance(key, Hashable) else "and is no text"
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key}' stands there {problem}", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig, list[str]]:
+    """Read a YAML file and apply overrides.
+
+    Args:
+        path: the file.
+        overrides: `--key value` pairs and `key=value` items, as typed; values are YAML.
+
+    Returns:
+        The config, and notices about keys that were translated or are met by design.
+
+    Raises:
+        UserError: for a missing or malformed file, an unknown or refused key, a wrong type.
+    """
+    in_file, notices = translate(_load(Path(path)))
+    typed, more = translate(parse_overrides(overrides))
+    config, last = make_config({**in_file, **typed})
+    return config, list(dict.fromkeys([*notices, *more, *last]))
+
+
+def _load(file: Path) -> dict[str, Any]:
+    asked = f"config {file}"
+    try:
+        loaded = yaml.load(file.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise UserError(
+            asked=asked, found=str(error.strerror), change="give a readable YAML file"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(asked=asked, found=_one_line(error), change="mend the YAML") from error
+    if not isinstance(loaded, dict) or not loaded:
+        raise UserError(asked=asked, found="no keys", change="write lines of `key: value`")
+    for key in loaded:
+        if not isinstance(key, str):
+            raise UserError(
+                asked=asked, found=f"the key {key!r}, which is not text", change="mend the YAML"
+            )
+    return loaded
+
+
+def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """`--key value`, `--key=value` and `key=value` to a dictionary.
+
+    Raises:
+        UserError: for anything else.
+    """
+    found: dict[str, Any] = {}
+    rest = list(items)
+    while rest:
+        item = rest.pop(0)
+        key, equals, text = item.removeprefix("--").partition("=")
+        if not equals:
+            if not item.startswith("--") or not rest or rest[0].startswith("--"):
+                raise UserError(
+                    asked=f"override '{item}'",
+                    found="no value",
+                    change="write --key value or key=value",
+                )
+            text = rest.pop(0)
+        try:
+            found[key.replace("-", "_")] = yaml.load(text, Loader=_StrictLoader)
+        except yaml.YAMLError as error:
+            raise UserError(
+                asked=f"override '{key}={text}'",
+                found=_one_line(error),
+                change="write the value as YAML, quoted for the shell",
+            ) from error
+    return found
+
+
+def translate(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The same options under their names here, and a notice about each that had another name.
+
+    Raises:
+        UserError: if two keys say the same thing, or a share is none.
+    """
+    named: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    notices = []
+    for key, value in values.items():
+        name = SYNONYMS.get(key, key)
+        if name in source:
+            raise UserError(
+                asked=f"{source[name]} and {key}",
+                found=f"two keys that both mean {name}",
+                change="keep one of them",
+            )
+        if key == "warmup_ratio" and isinstance(value, int | float) and not 0 <= value < 1:
+            raise UserError(
+                asked=f"warmup_ratio: {value}",
+                found="no share of the steps",
+                change="give a number from 0 to below 1, or use warmup_steps",
+            )
+        if name != key:
+            notices.append(f"{key} is taken as {name}")
+        named[name], source[name] = value, key
+    return named, notices
+
+
+def make_config(values: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
+    """Check keys and types.
+
+    Returns:
+        The config, and notices about keys that were translated or are met by design.
+
+    Raises:
+        UserError: for an unknown or refused key, or with a part for each wrong type.
+    """
+    named, notices = translate(values)
+    known = {}
+    for key, value in named.items():
+        if key in TrainConfig.model_fields:
+            known[key] = _fit_type(key, value)
+        else:
+            _check_foreign(key, value)
+            if key in MET:
+                notices.append(f"{key}: {MET[key].why}")
+    if named.get("bf16") is True and named.get("dtype") == "float32":
+        raise UserError(
+            asked="bf16: true with dtype: float32", found="a contradiction", change="remove one"
+        )
+    try:
+        return TrainConfig(**known), notices
+    except ValidationError as error:
+        raise UserError(
+            asked="this config",
+            found="; ".join(_describe(item) for item in error.errors()),
+            change="see docs/config.md",
+        ) from error
+
+
+def _check_foreign(key: str, value: Any) -> None:
+    entry = MET.get(key) or REFUSED.get(key)
+    if entry is None:
+        every = [*TrainConfig.model_fields, *SYNONYMS]
+        nearest = difflib.get_close_matches(key, every, n=1)
+        raise UserError(
+            asked=f"key '{key}'",
+            found="no such key",
+            change=f"did you mean '{nearest[0]}'" if nearest else "see docs/config.md",
+        )
+    if not entry.accepts(value):
+        change = f"remove {key}"
+        if key in MET:
+            taken = ", ".join(str(each) for each in entry.accepted or ())
+            change += f", or set it to one of: {taken}"
+        raise UserError(asked=f"{key}: {value}", found=entry.why, change=change)
+
+
+def _describe(item: Any) -> str:
+    """One mistake that pydantic found, in few words."""
+    message = item["msg"].removeprefix("Value error, ")
+    where = ".".join(map(str, item["loc"]))
+    if not where:
+        return str(message)
+    message = message[0].lower() + message[1:]
+    found = "" if item["type"] == "missing" else f" (found {item['input']!r})"
+    return f"{where}: {message}{found}"
+
+
+def _fit_type(name: str, value: Any) -> Any:
+    """YAML reads 1 where a float is meant and `1e-5` as text; one file may stand for a list."""
+    annotation = TrainConfig.model_fields[name].annotation
+    if annotation is float and isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if annotation == list[str] and isinstance(value, str):
+        return [value]
+    if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,175 @@
+"""Records to rows: which columns make which kind of row.
+
+A new format is a name, its columns, and a branch of `record_rows`.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.data.chat import chat_row, check_messages
+from megatrain.data.files import Record
+from megatrain.data.rows import Row
+from megatrain.data.supervision import document_rows, prompt_completion_row
+from megatrain.data.tokenizer import Tokenizer
+from megatrain.errors import UserError
+
+FORMATS = ("text", "prompt_completion", "messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How records become rows."""
+
+    max_length: int = 1024
+    """Tokens per row; longer rows are cut at the end, texts are cut into several rows."""
+    format: str = "auto"
+    """auto, or one of `FORMATS`."""
+    prompt_column: str = "prompt"
+    completion_column: str = "completion"
+    completion_only_loss: bool | None = None
+    """Leave the prompt unsupervised; None is, as in TRL, true for prompt/completion.  Texts and
+    messages have no prompt."""
+    assistant_only_loss: bool = True
+    """Supervise only the assistant's turns, where there are messages.  Unlike TRL's default:
+    whoever gives messages wants the assistant trained.  With prompt and completion as messages
+    both limits hold: what is supervised is the assistant's *and* not in the prompt."""
+    text_end_of_sequence: bool = True
+    """Close each text with the end-of-sequence token."""
+
+
+def check_options(options: DataOptions) -> None:
+    """Refuse options that no data could meet.
+
+    Raises:
+        UserError: naming the option.
+    """
+    if options.format not in ("auto", *FORMATS):
+        near = difflib.get_close_matches(options.format, FORMATS, n=1)
+        raise UserError(
+            asked=f"the data format '{options.format}'",
+            found="no such format" + (f" (there is '{near[0]}')" if near else ""),
+            change=f"use auto or one of {', '.join(FORMATS)}",
+        )
+    if options.max_length < 2:
+        raise UserError(
+            asked=f"rows of at most {options.max_length} tokens",
+            found="no room for a token and its target",
+            change="set max_length to 2 or more",
+        )
+    if options.prompt_column == options.completion_column:
+        raise UserError(
+            asked=f"the column '{options.prompt_column}' as the prompt",
+            found="the same column as the completion",
+            change="name two different columns",
+        )
+
+
+def detect_format(record: Record, options: DataOptions) -> str:
+    """The format whose columns the record has; messages before prompt/completion before text.
+
+    Raises:
+        UserError: naming the record's columns and the nearest wanted one.
+    """
+    columns = set(record.value)
+    wanted = {
+        "messages": {"messages"},
+        "prompt_completion": {options.prompt_column, options.completion_column},
+        "text": {"text"},
+    }
+    for name, needed in wanted.items():
+        if needed <= columns:
+            return name
+    every = sorted(set().union(*wanted.values()) - columns)
+    near = [(c, m) for c in sorted(columns) for m in difflib.get_close_matches(c, every, n=1)]
+    hint = f"rename a column to '{near[0][1]}' ('{near[0][0]}' is near), or " if near else ""
+    raise UserError(
+        asked=f"detect the format of {record.place}",
+        found=f"the columns {', '.join(sorted(columns)) or 'none'}",
+        change=f"{hint}set prompt_column and completion_column to the columns to train on",
+    )
+
+
+def record_rows(
+    record: Record, chosen: str, tokenizer: Tokenizer, options: DataOptions
+) -> Iterator[Row]:
+    """The rows of one record: one, or for a text as many as it fills.
+
+    Raises:
+        UserError: for columns that are missing or of a wrong type, and bad messages.
+    """
+    if chosen == "messages":
+        yield chat_row(
+            tokenizer,
+            _column(record, "messages", list),
+            record.place,
+            assistant_only=options.assistant_only_loss,
+            tools=_tools(record),
+        )
+    elif chosen == "prompt_completion":
+        yield _pair_row(record, tokenizer, options)
+    else:
+        yield from document_rows(
+            tokenizer,
+            _column(record, "text", str),
+            max_length=options.max_length,
+            end_of_sequence=options.text_end_of_sequence,
+        )
+
+
+def _pair_row(record: Record, tokenizer: Tokenizer, options: DataOptions) -> Row:
+    prompt = _column(record, options.prompt_column, (str, list))
+    completion = _column(record, options.completion_column, (str, list))
+    completion_only = options.completion_only_loss is not False
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt_completion_row(tokenizer, prompt, completion, completion_only=completion_only)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise UserError(
+            asked=f"prompt and completion at {record.place}",
+            found="one of them text, the other messages",
+            change="make both text or both lists of messages",
+        )
+    check_messages(prompt, record.place)
+    check_messages(completion, record.place)
+    return chat_row(
+        tokenizer,
+        prompt + completion,
+        record.place,
+        assistant_only=options.assistant_only_loss,
+        prompt_messages=len(prompt) if completion_only else 0,
+        tools=_tools(record),
+    )
+
+
+def _tools(record: Record) -> list[Any] | None:
+    """Descriptions of tools beside messages: a list, or its JSON as some hubs store it."""
+    tools = record.value.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools else None
+        except json.JSONDecodeError:
+            tools = "no JSON"
+    if not isinstance(tools, list | None):
+        raise UserError(
+            asked=f"column 'tools' at {record.place}",
+            found=f"a {type(record.value['tools']).__name__} that is no list of tools",
+            change="make it a list of JSON schemas, or leave it out",
+        )
+    return tools
+
+
+def _column(record: Record, name: str, kind: type | tuple[type, ...]) -> Any:
+    value = record.value.get(name)
+    if not isinstance(value, kind):
+        nearest = difflib.get_close_matches(name, list(record.value), n=1)
+        near = f" (there is '{nearest[0]}')" if nearest and nearest[0] != name else ""
+        found = "no such column" if name not in record.value else f"a {type(value).__name__}"
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise UserError(
+            asked=f"column '{name}' ({kinds}) at {record.place}",
+            found=found + near,
+            change="mend the record, or name other columns",
+        )
+    return value

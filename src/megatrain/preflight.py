@@ -1,0 +1,88 @@
+"""What can be known of files and directories before anything is loaded.
+
+Promise: takes milliseconds and imports neither torch nor transformers, so that a mistyped path is
+told at once.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatrain.data.files import find_files
+from megatrain.errors import UserError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""`name` or `owner/name`; anything else can only be a path."""
+
+TRACES_OF_A_RUN = ("log.jsonl", "config.json")
+
+
+def check_run(
+    *,
+    model: str,
+    train_files: Sequence[str],
+    eval_files: Sequence[str],
+    output_dir: str,
+    overwrite: bool,
+) -> None:
+    """Check all paths of a training run.
+
+    Raises:
+        UserError: for a model or data that is not there, or an output directory that cannot or
+            should not be written.
+    """
+    check_model(model)
+    find_files(train_files)
+    if eval_files:
+        find_files(eval_files)
+    check_output(Path(output_dir), model=Path(model), overwrite=overwrite)
+
+
+def check_model(model: str) -> None:
+    """Check that `model` is a model directory, or can be the id of a model.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    path = Path(model)
+    asked = f"model_name_or_path: {model}"
+    change = "give a directory that holds a Hugging Face model, or a model id"
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(asked=asked, found="no config.json there", change=change)
+    elif path.exists():
+        raise UserError(asked=asked, found="a file, not a directory", change=change)
+    elif HUB_ID.fullmatch(model) is None:
+        raise UserError(asked=asked, found="no such directory", change=change)
+
+
+def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
+    """Check that a run may write to `output`.
+
+    Raises:
+        UserError: if it is a file, is the model itself, holds a run, or cannot be written.
+    """
+    asked = f"output_dir: {output}"
+    if output.exists() and not output.is_dir():
+        raise UserError(asked=asked, found="a file of that name", change="choose a directory")
+    if output.resolve() == model.resolve():
+        raise UserError(
+            asked=asked,
+            found="the directory of the model to start from",
+            change="choose another directory",
+        )
+    holds = [name for name in TRACES_OF_A_RUN if (output / name).exists()]
+    if holds and not overwrite:
+        raise UserError(
+            asked=asked,
+            found=f"an earlier run or model there ({', '.join(holds)})",
+            change="choose another directory or set overwrite_output_dir: true",
+        )
+    above = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise UserError(asked=asked, found=f"a file at {above}", change="choose another directory")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(
+            asked=asked, found=f"no right to write to {above}", change="choose another directory"
+        )
