@@ -1,0 +1,37 @@
+"""A directory as a user has it: models, data, the shipped examples."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tokenizers_for_tests import save_tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny model and one data file of each kind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a name is not looked up
+    for name in ("base", "instruct", "shape"):
+        save_tiny_model(tmp_path / "models" / name)
+    (tmp_path / "models" / "shape" / "model.safetensors").unlink()
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    data = tmp_path / "data"
+    (data / "text").mkdir(parents=True)
+    (data / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    pairs = [{"question": f"{i}+1?", "answer": f" {i + 1}"} for i in range(24)]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    turns = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}"},
+                {"role": "assistant", "content": f"{i}!"},
+            ]
+        }
+        for i in range(60)
+    ]
+    (data / "chat.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    return tmp_path
