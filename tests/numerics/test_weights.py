@@ -56,6 +56,31 @@ def test_load_and_save_round_trip(name: str, dtype: str, tmp_path: Path) -> None
     assert not (tmp_path / ".out.writing").exists()
 
 
+def test_saving_over_an_earlier_model_leaves_none_of_its_weights(tmp_path: Path) -> None:
+    reference = reference_model(make_config("llama"))
+    reference.save_pretrained(tmp_path / "in")
+    model = blocks_of(tmp_path / "in")
+    store, _ = fill(model, tmp_path / "in")
+    out = tmp_path / "out"
+    save_model(model, store.masters, out, dtype="float32")
+    (out / "log.jsonl").write_text("kept")
+    doubled = {n: 2 * t for b in model.blocks for n, t in store.masters(b.index).items()}
+    for max_bytes in (30_000, 10**9):  # one file, then shards, then one file again
+        save_model(
+            model,
+            lambda index: {p.name: doubled[p.name] for p in model.blocks[index].layout.params},
+            out,
+            dtype="float32",
+            max_shard_bytes=max_bytes,
+        )
+        loaded = AutoModelForCausalLM.from_pretrained(out)
+        for name, param in loaded.named_parameters():
+            assert torch.equal(param, doubled[name]), name
+    assert (out / "log.jsonl").read_text() == "kept"
+    assert sorted(p.name for p in out.glob("*safetensors*")) == ["model.safetensors"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
 def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
     reference_model(make_config("llama_tied")).save_pretrained(tmp_path / "in")
     model = blocks_of(tmp_path / "in")

@@ -32,3 +32,15 @@ def test_a_schedule_that_depends_on_the_loss_is_refused() -> None:
         learning_rate_schedule(
             "reduce_lr_on_plateau", learning_rate=1.0, warmup_steps=0, total_steps=1
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"), [("cosine", {"cycles": 2}), ("cosine_with_min_lr", {})]
+)
+def test_wrong_arguments_of_a_schedule_are_one_clear_error(
+    name: str, kwargs: dict[str, object]
+) -> None:
+    with pytest.raises(UserError, match=name):
+        learning_rate_schedule(
+            name, learning_rate=1.0, warmup_steps=0, total_steps=4, kwargs=kwargs
+        )

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from megatrain.models.weights import checkpoint_tensors, persistent_buffers
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 METADATA = {"format": "pt"}
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 
 
 class _ShardWriter:
@@ -79,7 +81,7 @@ def save_model(
 
     Args:
         read_block: masters of a block by full name (fp32), as `BlockStore.masters`.
-        path: the final directory; files of the same names in it are replaced.
+        path: the final directory; weights in it are replaced, other files kept.
         dtype: "bfloat16", "float16" or "float32", of floating parameters.
         max_shard_bytes: size limit of a weights file.
         tokenizer: saved beside the weights if given.
@@ -115,12 +117,20 @@ def _write_config(model: BlockModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _move_into_place(folder: Path, path: Path) -> None:
-    """Rename the finished directory, or its files if the run's log stands there already."""
+    """Swap the finished directory in; what else stood there (the run's log) is kept.
+
+    Weights of an earlier model are not: beside an index of shards a leftover `model.safetensors`
+    would be what transformers loads.
+    """
     if not path.exists():
         os.replace(folder, path)
         return
-    for file in sorted(folder.iterdir()):
-        if file.is_dir() and (path / file.name).exists():
-            shutil.rmtree(path / file.name)
-        os.replace(file, path / file.name)
-    folder.rmdir()
+    written = {file.name for file in folder.iterdir()}
+    for file in sorted(path.iterdir()):
+        is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHT_FILES)
+        if file.name not in written and not is_weights:
+            os.replace(file, folder / file.name)
+    replaced = path.with_name(f".{path.name}.replaced")
+    os.replace(path, replaced)
+    os.replace(folder, path)
+    shutil.rmtree(replaced)

@@ -37,12 +37,19 @@ def learning_rate_schedule(
             change=f"did you mean '{nearest[0]}'" if nearest else f"use one of {', '.join(known)}",
         )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=learning_rate)
-    scheduler = get_scheduler(
-        name,
-        optimizer,
-        num_warmup_steps=warmup_steps,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=dict(kwargs or {}),
-    )
+    try:
+        scheduler = get_scheduler(
+            name,
+            optimizer,
+            num_warmup_steps=warmup_steps,
+            num_training_steps=total_steps,
+            scheduler_specific_kwargs=dict(kwargs or {}),
+        )
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            asked=f"lr_scheduler_type={name} with lr_scheduler_kwargs={dict(kwargs or {})}",
+            found=str(error).rstrip("."),
+            change="give the arguments that transformers' schedule of that name takes",
+        ) from error
     factor = scheduler.lr_lambdas[0]
     return lambda step: learning_rate * factor(step)
