@@ -141,6 +141,37 @@ def final_state(name: str, options: EngineOptions, dtype: str, **extra: Any) -> 
     return state
 
 
+class _InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+@pytest.mark.parametrize("resident", [frozenset(), frozenset(range(5))], ids=["host", "device"])
+def test_a_non_finite_block_is_skipped_wherever_it_lives(resident: frozenset[int]) -> None:
+    config = make_config("llama")
+    masters = masters_of(reference_model(config))
+    options = replace(OPTIONS, max_grad_norm=0.0, debug=False, allow_nonfinite_blocks=True)
+    engine = make_engine(config, masters, options=options, device="cuda", resident=resident)
+    inner, broken = engine.model.layer, [False]
+
+    def layer(index: int, params: Any, x: Tensor, call: Any) -> Tensor:
+        y = inner(index, params, x, call)
+        return _InfiniteGradient.apply(y) if broken[0] and index == 1 else y
+
+    engine.model.layer = layer
+    for step in range(6):
+        broken[0] = step % 2 == 1
+        result = engine.step(STEPS[step % 3], learning_rate=LEARNING_RATE)
+        assert bool(result.nonfinite_blocks) == broken[0]
+    assert engine.store.adam_steps == [3, 3, 3, 6, 6]
+    assert all(bool(m.isfinite().all()) for m in engine_state(engine, Purpose.WEIGHT).values())
+
+
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2_dropout"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["off", "active"])

@@ -90,6 +90,10 @@ class EvalSums:
     weight_sum: float
 
 
+class EngineUnusableError(RuntimeError):
+    """The engine was closed, or a step failed half-way and left masters half updated."""
+
+
 class NonFiniteGradientError(RuntimeError):
     """A block's gradient was not finite in a run without clipping."""
 
@@ -126,6 +130,7 @@ class Engine:
         self.steps_done = 0
         self.skipped_steps = 0
         self._pending: PendingUpdate | None = None
+        self._unusable: str | None = None
         on_threads = device.type == "cuda" if options.threads is None else options.threads
         self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes(device))
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
@@ -146,6 +151,9 @@ class Engine:
             lowest_trainable=self.plan.lowest_trainable,
             clip=self.plan.clip,
         )
+        if device.type == "cuda":
+            # The slots are cleared on a stream that no lane waits for.
+            torch.cuda.synchronize(device)
 
     def step(self, rows: Sequence[Row], *, learning_rate: float) -> StepResult:
         """One optimizer step over `rows`.
@@ -154,6 +162,7 @@ class Engine:
             UserError: if there are no rows or no token in them is supervised.
             NonFiniteGradientError: without clipping, if a block's gradient is not finite.
         """
+        self._require_usable()
         batches = self._micro_batches(rows, training=True)
         weight = float(sum(row.weights[1:].sum(dtype=float) for row in rows))
         if weight <= 0:
@@ -218,6 +227,7 @@ class Engine:
 
     def flush(self) -> None:
         """Apply updates that wait.  Needed before masters, moments or weights are read."""
+        self._require_usable()
         if self._pending is None:
             return
         plan = replace(self.plan, pending=True)
@@ -252,9 +262,18 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Apply waiting updates and give back page-locked memory; the engine is unusable then."""
-        self.flush()
+        """Apply waiting updates and give back page-locked memory; the engine is unusable then.
+
+        After a failure nothing is applied any more.
+        """
+        if self._unusable is None:
+            self.flush()
+            self._unusable = "it was closed"
         self.buffers.close()
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise EngineUnusableError(f"this engine cannot go on: {self._unusable}")
 
     def _micro_batches(self, rows: Sequence[Row], *, training: bool) -> list[MicroBatch]:
         if not rows or any(len(row.input_ids) == 0 for row in rows):
@@ -263,6 +282,7 @@ class Engine:
                 found="no rows, or a row of zero tokens",
                 change="give at least one row, each with at least one token",
             )
+        self._check_ids(rows)
         alone = training and self.model.random  # so that randomness is keyed by row
         groups = split_rows(
             rows,
@@ -275,6 +295,17 @@ class Engine:
             first += len(group)
         return batches
 
+    def _check_ids(self, rows: Sequence[Row]) -> None:
+        vocab_size = self.model.config.get_text_config().vocab_size
+        highest = max(int(row.input_ids.max()) for row in rows)
+        lowest = min(int(row.input_ids.min()) for row in rows)
+        if lowest < 0 or highest >= vocab_size:
+            raise UserError(
+                asked=f"a step over {len(rows)} rows",
+                found=f"token ids from {lowest} to {highest}, a vocabulary of {vocab_size}",
+                change="use the model's own tokenizer",
+            )
+
     def _run(self, ops: list[Op], state: StepState, plan: StepPlan) -> None:
         if self.options.debug:
             ops = with_poison(ops)
@@ -282,7 +313,19 @@ class Engine:
         waits = derive_waits(ops)
         if self.options.debug:
             verify_waits(ops, waits)
-        self._lanes.run(ops, waits, partial(self._worker.handle, state))
+        try:
+            self._lanes.run(ops, waits, partial(self._handle, state))
+        except BaseException as error:
+            self._unusable = (
+                f"a step failed with {type(error).__name__} and left some blocks updated and others"
+                " not; load the model again"
+            )
+            raise
+
+    def _handle(self, state: StepState, op: Op) -> None:
+        """One operation, whatever autocast or gradient mode the caller of the engine is in."""
+        with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
+            self._worker.handle(state, op)
 
 
 def step_plan(
@@ -304,6 +347,23 @@ def step_plan(
 
 def _check_options(model: BlockModel, options: EngineOptions) -> str:
     """The dtype of waiting gradients, once the options are known to make sense."""
+    positive = {
+        "micro_batch_rows": options.micro_batch_rows,
+        "micro_batch_tokens": options.micro_batch_tokens,
+        "loss_chunk_tokens": options.loss_chunk_tokens,
+        "layer_weight_slots": options.layer_weight_slots,
+        "layer_gradient_slots": options.layer_gradient_slots,
+        "host_threads": options.host_threads,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise UserError(asked=f"{name}={value}", found="less than 1", change="use at least 1")
+    if not 0 <= options.max_grad_norm < math.inf:
+        raise UserError(
+            asked=f"max_grad_norm={options.max_grad_norm}",
+            found="no finite number from 0",
+            change="use 0 to turn clipping off",
+        )
     if not any(block.layout.trainable for block in model.blocks):
         raise UserError(
             asked="train with these frozen patterns",

@@ -79,6 +79,11 @@ class ThreadLanes:
         marks = [_Mark() for _ in ops]
         failures: list[BaseException] = []
 
+        def fail(error: BaseException) -> None:
+            failures.append(error)
+            for mark in marks:
+                mark.issued.set()
+
         def work(lane: Lane) -> None:
             stream = self.streams[lane]
             try:
@@ -94,10 +99,8 @@ class ThreadLanes:
                         if stream is not None:
                             marks[index].event = stream.record_event()
                     marks[index].issued.set()
-            except BaseException as error:  # noqa: BLE001  handed to the caller below, whatever it is
-                failures.append(error)
-                for mark in marks:
-                    mark.issued.set()
+            except BaseException as error:  # noqa: BLE001  handed to the caller, whatever it is
+                fail(error)
 
         used = {op.lane for op in ops}
         threads = [
@@ -106,10 +109,18 @@ class ThreadLanes:
         ]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
-        for used_stream in self.streams.values():
-            if used_stream is not None:
-                used_stream.synchronize()
-        if failures:
-            raise failures[0]
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException as interrupt:  # noqa: BLE001  the lanes must stop before it goes on
+            fail(interrupt)
+            for thread in threads:
+                thread.join()
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # the error's traceback holds this frame: keep no cycle of buffers
+            for used_stream in self.streams.values():
+                if used_stream is not None:
+                    used_stream.synchronize()

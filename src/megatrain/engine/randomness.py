@@ -1,10 +1,15 @@
 """Random numbers inside a block, keyed so that recompute, another split and resume replay them."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+# torch's default generator is one for the process.  Engines take turns; no other thread may draw
+# from it during a step of a model with dropout.
+_ONE_GENERATOR = threading.Lock()
 
 
 def seed_of(*key: int) -> int:
@@ -16,6 +21,6 @@ def seed_of(*key: int) -> int:
 def keyed_randomness(*key: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators from the key (seed, step, block, row); restore them afterwards."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _ONE_GENERATOR, torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed_of(*key))
         yield

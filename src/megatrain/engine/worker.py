@@ -106,6 +106,9 @@ class Worker:
             case OpKind.DECIDE:
                 assert state.home_loss_sum is not None
                 state.loss_is_finite = bool(torch.isfinite(state.home_loss_sum))
+            case OpKind.CHECK:
+                if not bool(torch.isfinite(state.home_squares[op.block]).all()):
+                    state.nonfinite_blocks.append(op.block)
             case OpKind.POISON:
                 self._poison(op)
 
@@ -234,9 +237,10 @@ class Worker:
                 y_BTD = self._run_layer(state, op, params, x_BTD)
                 if passes_on:
                     inputs.append(x_BTD)
-        gradients = torch.autograd.grad(
-            y_BTD, inputs, grad_outputs=state.streams.pop(micro), allow_unused=True
-        )
+        stream_BTD = state.streams.pop(micro)
+        if not y_BTD.requires_grad:  # what is trained here is not reached: the sums stay zero
+            return
+        gradients = torch.autograd.grad(y_BTD, inputs, grad_outputs=stream_BTD, allow_unused=True)
         sums = self._sums(block, op) if wanted else {}
         for name, gradient in zip(wanted, gradients, strict=False):
             if gradient is not None:  # None: an expert or a branch that this batch never reached
@@ -277,12 +281,8 @@ class Worker:
     def _update(self, state: StepState, op: Op) -> None:
         assert state.update is not None
         block = op.block
-        if not self.clip:
-            if not state.loss_is_finite:
-                return
-            if not bool(torch.isfinite(state.home_squares[block]).all()):
-                state.nonfinite_blocks.append(block)
-                return
+        if not self.clip and (not state.loss_is_finite or block in state.nonfinite_blocks):
+            return
         self.store.adam_steps[block] += 1
         layout = self._layout(block)
         gradients = segment_views(

@@ -76,6 +76,7 @@ def prove(config: Any) -> None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+                model.requires_grad_(True)  # also what the model itself would keep fixed
                 if sum(p.numel() for p in model.parameters()) > MAX_PARAMS:
                     continue
                 expected = _gradients_of_the_whole(model)

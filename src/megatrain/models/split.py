@@ -297,7 +297,9 @@ def _param_specs(
             name=name,
             shape=tuple(param.shape),
             dtype="float32" if fp32 else "bfloat16",
-            trainable=name not in unused and not any(fnmatchcase(name, p) for p in frozen),
+            trainable=param.requires_grad
+            and name not in unused
+            and not any(fnmatchcase(name, p) for p in frozen),
             decayed=name in decayed,
         )
     return specs

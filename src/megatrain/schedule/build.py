@@ -73,7 +73,7 @@ class _Builder:
             op.writes[state] = ("state", block, "current")
         else:
             op.reads.update({state: ("state", block, "current"), home: ("gradient", block)})
-            op.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
+            op.reads[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
             op.reads[Slot(space=Space.DECISION)] = ("decision",)
             op.writes[state] = ("state", block, "next")
 
@@ -170,6 +170,11 @@ class _Builder:
             offload.reads[staging] = ("gradient", block)
             offload.writes[home] = ("gradient", block)
         if not plan.clip:
+            # On the host, where a lane waits until the copy has arrived: an update on the device
+            # lane would only queue its wait and read too early.
+            check = self.add(OpKind.CHECK, Lane.HOST, block)
+            check.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
+            check.writes[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
             self.update(block)
 
     def bring_loss_home(self) -> None:

@@ -39,6 +39,8 @@ class OpKind(StrEnum):
     OFFLOAD_LOSS = "offload_loss"
     DECIDE = "decide"
     """With clipping: global norm and clip factor.  Without: is the loss finite?"""
+    CHECK = "check"
+    """Without clipping: is the block's gradient finite?"""
     POISON = "poison"
     """Debug: overwrite a slot whose content is dead."""
 
@@ -65,6 +67,7 @@ class Space(StrEnum):
     LOSS = "loss"
     HOME_LOSS = "home_loss"
     DECISION = "decision"
+    VERDICT = "verdict"
 
 
 @dataclass(frozen=True, kw_only=True, order=True)

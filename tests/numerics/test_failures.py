@@ -1,0 +1,153 @@
+"""When a step fails half-way nothing is applied twice and nothing goes on unnoticed."""
+
+import gc
+import os
+import signal
+import threading
+import time
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.data import Row
+from megatrain.engine import Engine, EngineOptions
+from megatrain.engine.engine import EngineUnusableError
+from megatrain.errors import UserError
+from megatrain.layout import Purpose
+from megatrain.models import build_on_meta, split_model
+
+from .harness import (
+    ADAMW,
+    VOCAB,
+    engine_state,
+    gradients_of,
+    make_config,
+    make_engine,
+    make_rows,
+    reference_model,
+    same_bits,
+)
+
+OPTIONS = EngineOptions(adamw=ADAMW, host_threads=1)
+ROWS = [make_rows(4, seed) for seed in range(2)]
+
+
+def engine_of(name: str = "llama", **changes: Any) -> Engine:
+    config = make_config(name)
+    masters = {n: p.detach().clone() for n, p in reference_model(config).named_parameters()}
+    return make_engine(config, masters, options=replace(OPTIONS, **changes))
+
+
+def break_layer(engine: Engine, index: int, error: type[BaseException]) -> list[Any]:
+    """Make one layer raise in backward; returns weak references to what layers put out before."""
+    inner, seen = engine.model.layer, []
+
+    def layer(at: int, params: Any, x: Tensor, call: Any) -> Tensor:
+        if at == index and torch.is_grad_enabled():  # recompute
+            raise error("broken on purpose")
+        y = inner(at, params, x, call)
+        seen.append(weakref.ref(y))
+        return y
+
+    engine.model.layer = layer  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_failed_step_makes_the_engine_unusable(threads: bool, max_grad_norm: float) -> None:
+    engine = engine_of(threads=threads, max_grad_norm=max_grad_norm)
+    engine.step(ROWS[0], learning_rate=1e-2)
+    seen = break_layer(engine, 1, torch.OutOfMemoryError)
+    gc.collect()
+    gc.disable()  # what the failure leaves behind must go without the collector
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine.step(ROWS[1], learning_rate=1e-2)
+        del caught
+        alive = [ref for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+    assert alive == []
+    counts = list(engine.store.adam_steps)
+    for call in (engine.flush, lambda: engine.step(ROWS[1], learning_rate=1e-2)):
+        with pytest.raises(EngineUnusableError, match="OutOfMemoryError"):
+            call()
+    with pytest.raises(EngineUnusableError):
+        engine.evaluate(ROWS[0])
+    engine.close()
+    assert engine.store.adam_steps == counts  # no update was applied a second time
+
+
+def test_an_interrupt_stops_all_lanes_before_it_goes_on() -> None:
+    engine = engine_of(threads=True)
+    inner = engine.model.layer
+    in_layer = threading.Event()
+
+    def slow(*arguments: Any) -> Tensor:
+        in_layer.set()
+        time.sleep(0.05)
+        return inner(*arguments)
+
+    engine.model.layer = slow  # type: ignore[method-assign]
+    killer = threading.Thread(target=lambda: (in_layer.wait(), os.kill(os.getpid(), signal.SIGINT)))
+    killer.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(ROWS[0], learning_rate=1e-2)
+    killer.join()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("megatrain-")] == []
+    with pytest.raises(EngineUnusableError, match="KeyboardInterrupt"):
+        engine.flush()
+
+
+def test_token_ids_outside_the_vocabulary_are_refused_before_anything_runs() -> None:
+    engine = engine_of()
+    engine.step(ROWS[0], learning_rate=1e-2)
+    bad = Row(input_ids=np.array([3, VOCAB]), weights=np.ones(2, np.float32))
+    with pytest.raises(UserError, match=f"3 to {VOCAB}, a vocabulary of {VOCAB}"):
+        engine.step([bad], learning_rate=1e-2)
+    engine.step(ROWS[1], learning_rate=1e-2)  # still usable
+    engine.close()
+    assert engine.store.adam_steps[0] == 2
+    with pytest.raises(EngineUnusableError, match="closed"):
+        engine.step(ROWS[0], learning_rate=1e-2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_grad_norm": float("nan")},
+        {"max_grad_norm": -1.0},
+        {"micro_batch_rows": -1},
+        {"layer_weight_slots": 0},
+        {"loss_chunk_tokens": 0},
+        {"host_threads": 0},
+    ],
+)
+def test_options_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(wrong))):
+        engine_of(**wrong)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_the_caller_s_modes_do_not_matter(threads: bool) -> None:
+    expected = engine_of()
+    expected.step(ROWS[0], learning_rate=1e-2)
+    engine = engine_of(threads=threads)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        engine.step(ROWS[0], learning_rate=1e-2)
+    assert same_bits(gradients_of(engine), gradients_of(expected))
+    weights = engine_state(engine, Purpose.WEIGHT)
+    assert same_bits(weights, engine_state(expected, Purpose.WEIGHT))
+
+
+def test_what_the_model_keeps_fixed_is_not_trained() -> None:
+    model = build_on_meta(make_config("llama"), compute_dtype="float32")
+    model.model.norm.weight.requires_grad_(False)
+    head = split_model(model, compute_dtype="float32").head
+    assert {segment.trainable for segment in head.layout.segments} == {True, False}
