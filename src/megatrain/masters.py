@@ -3,8 +3,9 @@
     bits(master) = (bits(weight) << 16) + residual        (32-bit integers, wrapping)
 
 The weight is the master rounded to the nearest bf16, ties away from zero, so that the residual
-always fits 16 bits.  Every fp32 value but some NaNs survives bit for bit, and the bf16 compute
-copy costs nothing extra.
+always fits 16 bits.  Every fp32 value survives bit for bit, and the bf16 compute copy costs nothing
+extra.  Price: the bf16 copy of a NaN may look finite (0x7FFFFFFF rounds up to -0), so what is not
+finite is caught in the gradients, before an update.
 """
 
 import torch

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from megatrain.masters import join_master, split_master
-from megatrain.optim import AdamWHyper, SegmentBuffers, host_updater, reference_update
+from megatrain.optim import (
+    AdamWHyper,
+    SegmentBuffers,
+    Updater,
+    host_updater,
+    reference_update,
+)
 
 
 def make_buffers(size: int, split: bool, gradient_dtype: torch.dtype) -> SegmentBuffers:
@@ -121,3 +127,22 @@ def test_the_weight_is_the_nearest_bf16() -> None:
     tie = torch.tensor([0x3F808000], dtype=torch.int32).view(torch.float32)
     assert split_master(tie)[0].view(torch.int16).item() == 0x3F81  # away from zero
     assert split_master(-tie)[0].view(torch.int16).item() == 0xBF81 - 2**16
+
+
+@pytest.mark.parametrize("update", [host_updater(1), reference_update], ids=["host", "reference"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gradient": torch.zeros(99)},
+        {"exp_avg": torch.zeros(100, dtype=torch.float64)},
+        {"residual": None},
+        {"exp_avg_sq": torch.zeros(200)[::2]},
+    ],
+    ids=["short", "dtype", "no residual", "strided"],
+)
+def test_buffers_that_do_not_belong_together_are_refused(
+    update: Updater, wrong: dict[str, torch.Tensor | None]
+) -> None:
+    buffers = make_buffers(100, True, torch.bfloat16)
+    with pytest.raises(ValueError, match="weight|exp_avg|gradient"):
+        update(SegmentBuffers(**(vars(buffers) | wrong)), hyper(1))

@@ -107,15 +107,16 @@ class ThreadLanes:
             threading.Thread(target=work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
             for lane in used
         ]
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 thread.join()
         except BaseException as interrupt:  # noqa: BLE001  the lanes must stop before it goes on
             fail(interrupt)
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:  # it was started
+                    thread.join()
         try:
             if failures:
                 raise failures[0]

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 
@@ -47,6 +48,30 @@ class SegmentBuffers:
     """fp32 moments."""
     gradient: Tensor
     """bf16 or fp32."""
+
+
+def check_buffers(buffers: SegmentBuffers) -> None:
+    """Refuse buffers that a kernel would read out of bounds or misread.
+
+    Raises:
+        ValueError: for lengths, dtypes, devices or strides that do not belong together.
+    """
+    given = {name: tensor for name, tensor in vars(buffers).items() if tensor is not None}
+    weight, split = buffers.weight, buffers.residual is not None
+    wanted = {
+        "weight": {torch.bfloat16 if split else torch.float32},
+        "residual": {torch.int16},
+        "exp_avg": {torch.float32},
+        "exp_avg_sq": {torch.float32},
+        "gradient": {torch.bfloat16, torch.float32},
+    }
+    for name, tensor in given.items():
+        if tensor.dtype not in wanted[name]:
+            raise ValueError(f"{name} is {tensor.dtype}, not one of {wanted[name]}")
+        if tensor.shape != (weight.numel(),) or not tensor.is_contiguous():
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, weight {weight.numel()}")
+        if tensor.device != weight.device:
+            raise ValueError(f"{name} is on {tensor.device}, weight on {weight.device}")
 
 
 Updater = Callable[[SegmentBuffers, AdamWHyper], None]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, scalars
+from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, check_buffers, scalars
 
 BLOCK = 1024
 
@@ -59,6 +59,7 @@ def _kernel() -> Any:
 
 def device_update(buffers: SegmentBuffers, hyper: AdamWHyper) -> None:
     """Update one segment of CUDA tensors in place, on the current stream."""
+    check_buffers(buffers)
     count = buffers.weight.numel()
     if count == 0:
         return

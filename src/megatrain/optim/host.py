@@ -16,7 +16,7 @@ import torch
 from numba import njit, prange, types
 from numba.extending import intrinsic
 
-from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, Updater, scalars
+from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, Updater, check_buffers, scalars
 
 CHUNK = 16384  # parameters a task; large enough to hide scheduling, small enough to balance
 
@@ -123,6 +123,7 @@ def host_updater(threads: int | None = None) -> Updater:
     count = min(wanted, numba.config.NUMBA_NUM_THREADS)
 
     def update(buffers: SegmentBuffers, hyper: AdamWHyper) -> None:
+        check_buffers(buffers)
         c = scalars(hyper)
         # A tuple, not an array: scalars cannot alias the buffers that the loop writes.
         constants = (

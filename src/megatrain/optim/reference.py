@@ -5,12 +5,13 @@ import torch
 from torch import Tensor
 
 from megatrain.masters import join_master, split_master
-from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, scalars
+from megatrain.optim.adamw import AdamWHyper, SegmentBuffers, check_buffers, scalars
 
 
 @torch.no_grad()
 def reference_update(buffers: SegmentBuffers, hyper: AdamWHyper) -> None:
     """Update one segment in place.  Price: several fp32 temporaries of the segment's size."""
+    check_buffers(buffers)
     c = scalars(hyper)
     gradient = buffers.gradient.float() * float(c.scale)
     master = (
