@@ -144,5 +144,5 @@ def test_buffers_that_do_not_belong_together_are_refused(
     update: Updater, wrong: dict[str, torch.Tensor | None]
 ) -> None:
     buffers = make_buffers(100, True, torch.bfloat16)
-    with pytest.raises(ValueError, match="weight|exp_avg|gradient"):
+    with pytest.raises(ValueError, match=r"weight|exp_avg|gradient"):
         update(SegmentBuffers(**(vars(buffers) | wrong)), hyper(1))
