@@ -79,7 +79,7 @@ def load_blocks(
         compute_dtype=compute_dtype,
         frozen=frozen,
     )
-    prove(config)
+    prove(config, compute_dtype=compute_dtype)
     return model
 
 

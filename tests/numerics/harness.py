@@ -4,7 +4,7 @@ The reference is Hugging Face's model, `torch.optim.AdamW` and `clip_grad_norm_`
 micro-batch with gradients summed.  Names ending in T are tensors by parameter name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,13 +126,13 @@ class Reference:
         learning_rate: float,
         max_grad_norm: float,
         rows_per_micro: int | None,
-        frozen: Sequence[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         self.model, self.max_grad_norm, self.rows_per_micro = model, max_grad_norm, rows_per_micro
         patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
         decayed = set(get_parameter_names(model, [nn.LayerNorm], patterns))
         for name, param in model.named_parameters():
-            param.requires_grad_(name not in frozen)
+            param.requires_grad_(param.requires_grad and name not in frozen)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups = [
             {

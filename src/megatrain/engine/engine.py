@@ -296,7 +296,7 @@ class Engine:
         return batches
 
     def _check_ids(self, rows: Sequence[Row]) -> None:
-        vocab_size = self.model.config.get_text_config().vocab_size
+        vocab_size = self.model.vocab_size
         highest = max(int(row.input_ids.max()) for row in rows)
         lowest = min(int(row.input_ids.min()) for row in rows)
         if lowest < 0 or highest >= vocab_size:

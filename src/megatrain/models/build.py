@@ -50,6 +50,11 @@ def read_config(
     return config
 
 
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model: itself, or a nested one."""
+    return config.get_text_config(decoder=True)
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Every parameter that a module registers becomes a meta tensor at once."""
