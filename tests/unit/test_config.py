@@ -21,7 +21,13 @@ SFT_CONFIG = """
     model_init_kwargs packing packing_strategy pad_to_multiple_of pad_token padding_free
     shuffle_dataset truncation_mode
 """.split()  # noqa: SIM905  a list of twenty strings is harder to compare
-MODEL_CONFIG = {"model_name_or_path", "model_revision", "dtype", "trust_remote_code"}
+MODEL_CONFIG = {
+    "model_name_or_path",
+    "model_revision",
+    "dtype",
+    "trust_remote_code",
+    "attn_implementation",
+}
 """Of TRL's ModelConfig."""
 
 NOT_AS_TRANSFORMERS_HAS_IT = {"save_strategy", "save_steps"}

@@ -18,6 +18,8 @@ from megatrain.errors import UserError
 
 SIZES = ("max_shard_size", "host_memory")
 """Keys whose value may be a plain number of bytes."""
+TOKENS = ("add_tokens", "add_special_tokens")
+"""Keys whose value may be a list with commas, as LLaMA-Factory has it."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -205,11 +207,26 @@ def _fit_type(name: str, value: Any) -> Any:
             return value
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if name in TOKENS and isinstance(value, str):
+        return [token.strip() for token in value.split(",")]
     if annotation == list[str] and isinstance(value, str):
         return [value]
+    if annotation == dict[str, Any] and isinstance(value, str):
+        return _pairs(value)
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _pairs(text: str) -> dict[str, Any] | str:
+    """`a=1,b=2`, as Hugging Face's run_clm has it; values are YAML. Anything else is left."""
+    pairs = [item.partition("=") for item in text.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        return text
+    try:
+        return {key.strip(): yaml.load(value, Loader=_StrictLoader) for key, _, value in pairs}
+    except yaml.YAMLError:
+        return text
 
 
 def _one_line(error: Exception) -> str:
