@@ -5,6 +5,7 @@ is met by design is reported.  Nothing heavy is imported.
 """
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ SIZES = ("max_shard_size", "host_memory")
 """Keys whose value may be a plain number of bytes."""
 TOKENS = ("add_tokens", "add_special_tokens")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -211,11 +213,18 @@ def _fit_type(name: str, value: Any) -> Any:
         return [token.strip() for token in value.split(",")]
     if annotation == list[str] and isinstance(value, str):
         return [value]
-    if annotation == dict[str, Any] and isinstance(value, str):
-        return _pairs(value)
+    if annotation == dict[str, Any]:
+        return _numbers(_pairs(value) if isinstance(value, str) else value)
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _numbers(value: Any) -> Any:
+    """The same with texts such as `1e-5`, which YAML takes for text, as numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
 
 
 def _pairs(text: str) -> dict[str, Any] | str:

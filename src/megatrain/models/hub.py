@@ -6,9 +6,11 @@ of huggingface_hub are honoured, by huggingface_hub itself.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from megatrain.errors import UserError
 from megatrain.models.weights import checkpoint_files, weight_names
@@ -65,14 +67,19 @@ def fetch_weights(name: str, directory: Path, *, cache_dir: str | None = None) -
 def _snapshot(
     name: str, revision: str | None, cache_dir: str | None, patterns: Sequence[str]
 ) -> Path:
+    fetch = partial(
+        snapshot_download,
+        name,
+        revision=revision,
+        cache_dir=cache_dir,
+        allow_patterns=list(patterns),
+        ignore_patterns=list(IN_FOLDERS),
+    )
     try:
-        path = snapshot_download(
-            name,
-            revision=revision,
-            cache_dir=cache_dir,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(IN_FOLDERS),
-        )
+        try:
+            return Path(fetch())
+        except OfflineModeIsEnabled:  # huggingface_hub 1 asks the network for a commit's files
+            return Path(fetch(local_files_only=True))
     except (OSError, ValueError) as error:
         found = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         where = "" if revision is None else f" at revision {revision}"
@@ -81,4 +88,3 @@ def _snapshot(
             found=f"no such directory, and no such model id ({found})",
             change="check the name and model_revision, go online once, or give a directory",
         ) from error
-    return Path(path)
