@@ -122,6 +122,7 @@ def test_a_nested_text_config_is_reached(tmp_path: Path) -> None:
         ({"rope_theta": 1e6}, "rope_parameters: {rope_theta"),
         ({"num_hidden_layers": "many"}, "expected int, got str"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": "linear"}, "no mapping. write rope_parameters: {rope_type"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -97,7 +97,13 @@ def _set(config: Any, values: dict[str, Any], name: str, value: Any) -> None:
                 values[key] = listed[:value]
 
 
-def _rope(current: Mapping[str, Any], value: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(current: Mapping[str, Any], value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(
+            asked=f"config_overrides: {ROPE}: {value}",
+            found="no mapping",
+            change=f"write {ROPE}: {{rope_type: ..., factor: ...}}",
+        )
     if any(isinstance(each, Mapping) for each in current.values()):  # one for each layer type
         if not set(value) <= set(current):
             raise UserError(
