@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from megatrain.checkpoint import save_model
 from megatrain.config import TrainConfig
@@ -19,8 +18,10 @@ from megatrain.data import (
     Row,
     StepSampler,
     TokenizedRows,
+    extend_tokenizer,
     load_rows,
     load_tokenizer,
+    num_token_ids,
     split_rows,
 )
 from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
@@ -29,10 +30,10 @@ from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
-from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.hub import fetch_weights, model_directory
 from megatrain.models.initialise import init_block_weights
-from megatrain.models.proof import prove
-from megatrain.models.weights import LoadReport, checkpoint_files, load_block_weights
+from megatrain.models.load import LoadedBlocks, load_blocks
+from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
@@ -63,35 +64,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
-def load_blocks(
-    path: str,
-    *,
-    compute_dtype: str,
-    frozen: Sequence[str] = (),
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> BlockModel:
-    """A model's blocks without their weights."""
-    transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
-    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
-    model = split_model(
-        build_on_meta(config, compute_dtype=compute_dtype),
-        compute_dtype=compute_dtype,
-        frozen=frozen,
-    )
-    prove(config, compute_dtype=compute_dtype)
-    return model
-
-
-def local_directory(path: str, revision: str | None) -> Path:
-    """The directory of a model: itself, or a download of a model id."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, revision=revision))
-
-
 class Trainer:
     """Trains a model as a config says.
 
@@ -119,20 +91,20 @@ class Trainer:
         self.compute_dtype = config.dtype
         if config.dtype == "auto":
             self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.model = load_blocks(
+        self.directory = model_directory(
             config.model_name_or_path,
-            compute_dtype=self.compute_dtype,
-            frozen=config.frozen,
             revision=config.model_revision,
-            trust_remote_code=config.trust_remote_code,
+            cache_dir=config.cache_dir,
+            code=config.trust_remote_code,
         )
+        self.tokenizer = load_tokenizer(self.directory, chat_template=config.chat_template_path)
+        extend_tokenizer(
+            self.tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens
+        )
+        self.blocks = self._load_blocks()
+        self.model = self.blocks.model
         if config.model_init == "pretrained":
-            checkpoint_files(local_directory(config.model_name_or_path, config.model_revision))
-        self.tokenizer = load_tokenizer(
-            config.model_name_or_path,
-            revision=config.model_revision,
-            chat_template=config.chat_template_path,
-        )
+            fetch_weights(config.model_name_or_path, self.directory, cache_dir=config.cache_dir)
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -148,6 +120,20 @@ class Trainer:
         self.learning_rate = self._schedule()
         self.options = self._engine_options()
         self._check_memory()
+
+    def _load_blocks(self) -> LoadedBlocks:
+        config, overrides = self.config, dict(self.config.config_overrides)
+        if config.attn_implementation is not None:
+            overrides["attn_implementation"] = config.attn_implementation
+        return load_blocks(
+            self.directory,
+            compute_dtype=self.compute_dtype,
+            frozen=config.frozen,
+            trust_remote_code=config.trust_remote_code,
+            overrides=overrides,
+            num_tokens=num_token_ids(self.tokenizer),
+            multiple_of=config.pad_vocab_to_multiple_of,
+        )
 
     def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
         config = self.config
@@ -204,6 +190,8 @@ class Trainer:
         log = RunLog(output)
         with Console(self.total_steps, quiet=self.quiet) as console:
             console.note(self._summary())
+            if self.blocks.grown:
+                console.note(self.blocks.grown)
             store = self._load_weights(console)
             engine = Engine(self.model, store, self.options, device=self.device, loss=self.loss)
             result = self._evaluate(engine, log, console, step=0)
@@ -241,8 +229,7 @@ class Trainer:
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
         else:
-            path = local_directory(config.model_name_or_path, config.model_revision)
-            source = load_block_weights(model, path, report, seed=config.seed)
+            source = self.blocks.weights(self.directory, report, seed=config.seed)
         first = next(source)  # a checkpoint that does not fit the model is refused here
         store = BlockStore([block.layout for block in model.blocks], device=self.device)
         for index, tensors in chain([first], source):
@@ -348,20 +335,24 @@ def evaluate_model(
     options: DataOptions,
     batch_size: int = 8,
     device: str = "auto",
+    revision: str | None = None,
+    cache_dir: str | None = None,
 ) -> EvalResult:
-    """Loss and perplexity of a model directory on files, streamed block by block."""
+    """Loss and perplexity of a model (directory or id) on files, streamed block by block."""
     check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    model = load_blocks(model_path, compute_dtype=dtype)
-    rows = load_rows(files, load_tokenizer(model_path), options)
+    directory = model_directory(model_path, revision=revision, cache_dir=cache_dir)
+    blocks = load_blocks(directory, compute_dtype=dtype)
+    model = blocks.model
+    fetch_weights(model_path, directory, cache_dir=cache_dir)
+    rows = load_rows(files, load_tokenizer(directory), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)
     need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, on_device=chosen.type == "cuda")
     store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    path = local_directory(model_path, None)
-    for index, tensors in load_block_weights(model, path, LoadReport()):
+    for index, tensors in blocks.weights(directory, LoadReport()):
         store.write(index, tensors)
     engine = Engine(model, store, engine_options, device=chosen)
     result = evaluate_rows(engine, rows, batch_size)

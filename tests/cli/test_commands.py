@@ -110,7 +110,7 @@ GOOD: dict[str, Any] = {
     ("changes", "message"),
     [
         ({"model_name_or_path": "./models/none"}, r"\./models/none: no such directory"),
-        ({"model_name_or_path": "models/none"}, r"models/none: no usable config\.json"),
+        ({"model_name_or_path": "models/none"}, "models/none: no such directory, and no such"),
         ({"model_name_or_path": "data"}, r"no config\.json there"),
         ({"model_name_or_path": "data/train.jsonl"}, "a file, not a directory"),
         ({"train_files": ["data/none.jsonl"]}, "no such file"),

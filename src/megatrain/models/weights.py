@@ -41,18 +41,21 @@ class LoadReport:
     """Tensors of the checkpoint that the model has no place for."""
 
 
+def weight_names(path: Path) -> list[str]:
+    """Names of the safetensors files that a model directory has or, by its index, should have."""
+    index = path / INDEX_NAME
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [SINGLE_NAME]
+
+
 def checkpoint_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory.
 
     Raises:
         UserError: if there are none, or one that the index names is missing.
     """
-    index = path / INDEX_NAME
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [path / name for name in names]
-    else:
-        files = [path / SINGLE_NAME]
+    files = [path / name for name in weight_names(path)]
     for file in files:
         if not file.is_file():
             raise UserError(
