@@ -33,6 +33,7 @@ from megatrain.memory import BlockStore
 from megatrain.models.hub import fetch_weights, model_directory
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.load import LoadedBlocks, load_blocks
+from megatrain.models.selection import Selection
 from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
@@ -128,7 +129,7 @@ class Trainer:
         return load_blocks(
             self.directory,
             compute_dtype=self.compute_dtype,
-            frozen=config.frozen,
+            selection=Selection(trainable=config.trainable, frozen=config.frozen),
             trust_remote_code=config.trust_remote_code,
             overrides=overrides,
             num_tokens=num_token_ids(self.tokenizer),

@@ -23,6 +23,7 @@ from megatrain.layout import Purpose
 from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import build_on_meta, split_model
+from megatrain.models.selection import Selection
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -88,6 +89,7 @@ def make_engine(
     *,
     compute_dtype: str = "float32",
     device: str = "cpu",
+    trainable: Sequence[str] = (),
     frozen: Sequence[str] = (),
     resident: frozenset[int] = frozenset(),
     options: EngineOptions | None = None,
@@ -97,7 +99,7 @@ def make_engine(
     model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
         compute_dtype=compute_dtype,
-        frozen=frozen,
+        selection=Selection(trainable=trainable, frozen=frozen),
     )
     layouts = [block.layout for block in model.blocks]
     store = BlockStore(layouts, device=torch.device(device), resident=resident)

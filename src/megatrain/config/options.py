@@ -26,6 +26,7 @@ OWN_KEYS = frozenset(
         "add_tokens",
         "add_special_tokens",
         "pad_vocab_to_multiple_of",
+        "trainable",
         "frozen",
         "train_files",
         "eval_files",
@@ -86,10 +87,13 @@ class TrainConfig(BaseModel):
         description="dtype of weights and activations; auto: bfloat16 on a GPU, float32 on the"
         " CPU. Masters and moments are fp32 either way.",
     )
-    frozen: list[str] = Field(
+    trainable: list[str] = Field(
         default_factory=list,
-        description="Glob patterns over parameter names; what matches is not trained and costs"
-        " no optimizer state.",
+        description="Train only what matches: globs over parameter names (*norm*), layers[-4:],"
+        " embed, head. The rest costs no optimizer state, and no backward below it.",
+    )
+    frozen: list[str] = Field(
+        default_factory=list, description="Patterns of the same kinds; what matches is not trained."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
     attn_implementation: str | None = Field(

@@ -1,6 +1,6 @@
 """From a model's directory to its blocks, and their weights one block at a time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta, read_config
 from megatrain.models.proof import prove
+from megatrain.models.selection import Selection
 from megatrain.models.split import split_model
 from megatrain.models.vocabulary import (
     check_growth,
@@ -52,7 +53,7 @@ def load_blocks(
     directory: Path,
     *,
     compute_dtype: str,
-    frozen: Sequence[str] = (),
+    selection: Selection | None = None,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
     num_tokens: int = 0,
@@ -63,7 +64,7 @@ def load_blocks(
     Args:
         directory: the model's.
         compute_dtype: "bfloat16" or "float32".
-        frozen: glob patterns over parameter names.
+        selection: what is trained; everything by default.
         trust_remote_code: run code that comes with the model.
         overrides: changes to its config.
         num_tokens: token ids that need a row in the embedding.
@@ -75,12 +76,12 @@ def load_blocks(
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(directory, trust_remote_code=trust_remote_code, overrides=overrides)
     built = build_on_meta(config, compute_dtype=compute_dtype)
-    model = stored = split_model(built, compute_dtype=compute_dtype, frozen=frozen)
+    model = stored = split_model(built, compute_dtype=compute_dtype, selection=selection)
     rows = rows_needed(vocabulary_rows(built), num_tokens, multiple_of)
     if rows != vocabulary_rows(built):
         config = with_rows(config, rows)
         larger = build_on_meta(config, compute_dtype=compute_dtype)
         check_growth(built, larger)
-        model = split_model(larger, compute_dtype=compute_dtype, frozen=frozen)
+        model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
     prove(config, compute_dtype=compute_dtype)
     return LoadedBlocks(model=model, stored=stored)

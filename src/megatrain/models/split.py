@@ -6,19 +6,17 @@ layer's input is computed, and those from which the logits are computed behind t
 """
 
 import re
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_parameter_names
 
-from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, ParamSpec
 from megatrain.models.blocks import Block, BlockKind, BlockModel
 from megatrain.models.build import COMPUTE_DTYPES, text_config
 from megatrain.models.probe import Probe, graph_leaves, refuse, stand_in_params
+from megatrain.models.selection import Selection
 
 DEPTH_KEYS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers", "num_layers")
 """Names that configs use for the number of decoder layers."""
@@ -57,17 +55,18 @@ def find_container(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def split_model(
-    model: PreTrainedModel, *, compute_dtype: str, frozen: Sequence[str] = ()
+    model: PreTrainedModel, *, compute_dtype: str, selection: Selection | None = None
 ) -> BlockModel:
     """Split a model built by `build_on_meta` into blocks.
 
     Args:
         model: parameters on meta, buffers real, in training mode.
         compute_dtype: "bfloat16" or "float32".
-        frozen: glob patterns over full parameter names; a match is not trained.
+        selection: what is trained; everything by default.
 
     Raises:
-        UserError: if the model cannot be split exactly, or a pattern matches nothing.
+        UserError: if the model cannot be split exactly, a pattern matches nothing, or nothing is
+            left to train.
     """
     container_name, container = find_container(model)
     tied = _tied_names(model)
@@ -84,9 +83,13 @@ def split_model(
     unused = [name for name in params if name not in embed and name not in head]
     groups = [("embed", BlockKind.EMBED, embed), *_layer_groups(container_name, container)]
     groups.append(("head", BlockKind.HEAD, [name for name in head if name not in embed]))
+    can_be_trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    trained = (selection or Selection()).names(
+        {block: [name for name in names if name in can_be_trained] for block, _, names in groups}
+    )
     if unused:
         groups.append(("unused", BlockKind.UNUSED, unused))
-    specs = _param_specs(model, compute_dtype, frozen, unused)
+    specs = _param_specs(model, compute_dtype, trained)
     return BlockModel(
         hf_model=model,
         container=container,
@@ -144,18 +147,10 @@ def _check_layers_share_nothing(
 
 
 def _param_specs(
-    model: PreTrainedModel, compute_dtype: str, frozen: Sequence[str], unused: Sequence[str]
+    model: PreTrainedModel, compute_dtype: str, trained: set[str]
 ) -> dict[str, ParamSpec]:
     decayed = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY_PATTERNS))
     keep_fp32 = [re.compile(p) for p in model._keep_in_fp32_modules_strict or ()]
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in frozen:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(
-                asked=f"frozen pattern '{pattern}'",
-                found="no parameter of that name",
-                change=f"use a glob over names such as '{names[0]}'",
-            )
     specs = {}
     for name, param in model.named_parameters():
         assert param.dtype == COMPUTE_DTYPES[compute_dtype] or param.dtype == torch.float32
@@ -164,9 +159,7 @@ def _param_specs(
             name=name,
             shape=tuple(param.shape),
             dtype="float32" if fp32 else "bfloat16",
-            trainable=param.requires_grad
-            and name not in unused
-            and not any(fnmatchcase(name, p) for p in frozen),
+            trainable=name in trained,
             decayed=name in decayed,
         )
     return specs
