@@ -45,7 +45,7 @@ def log_of(folder: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (Path(folder) / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["sft", "chat", "pretrain"])
+@pytest.mark.parametrize("name", ["sft", "chat", "pretrain", "last_layers"])
 def test_every_example_trains_and_loads(name: str, workspace: Path) -> None:
     run("train", str(ROOT / "examples" / f"{name}.yaml"), "--max-steps", "3", "max_length=64")
     rows = [row for row in log_of(f"runs/{name}") if "loss" in row]
