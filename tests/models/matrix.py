@@ -1,12 +1,15 @@
 """What becomes of each causal language model: trained exactly, refused by name, or no text model.
 
 A tiny instance is trained for two optimizer steps by the engine and by plain PyTorch in fp32; the
-losses, gradients, masters and both moments must agree.  Then one step in bfloat16, the dtype of
-GPU runs, must agree with transformers in bfloat16.
+losses, gradients, masters and both moments must agree.  A checkpoint of it must come through the
+blocks unchanged, and one step in bfloat16, the dtype of GPU runs, must agree with transformers in
+bfloat16.
 """
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from ..numerics.harness import (
     make_rows,
     reference_model,
 )
+from .round_trip import check_round_trip
 from .tiny import ENCODERS, tiny_configs
 
 LEARNING_RATE = 1e-3
@@ -61,8 +65,8 @@ class Outcome:
     reason: str = ""
 
 
-def outcome(model_type: str) -> Outcome:
-    """Train a tiny instance.
+def outcome(model_type: str, device: str = "cpu") -> Outcome:
+    """Train a tiny instance, save and load it.
 
     Raises:
         AssertionError: if it trains, but not exactly.
@@ -76,12 +80,14 @@ def outcome(model_type: str) -> Outcome:
     except UserError as error:
         return Outcome(kind=Kind.REFUSED, reason=error.found)
     trained = {p.name for block in model.blocks for p in block.layout.trainable_params}
-    _compare_two_steps(config, trained)
+    _compare_two_steps(config, trained, device)
+    with TemporaryDirectory() as folder:
+        check_round_trip(config, Path(folder))
     try:
         prove_instance(config, compute_dtype="bfloat16")
     except UserError as error:
         return Outcome(kind=Kind.EXACT, reason=f"float32 only: {error.found}")
-    _compare_in_bfloat16(config)
+    _compare_in_bfloat16(config, device)
     remark = "with is_decoder: true in its config" if model_type in ENCODERS else ""
     return Outcome(kind=Kind.EXACT, reason=remark)
 
@@ -116,22 +122,28 @@ def _configs(model_type: str) -> Any:
 
 
 def _masters(model: Any) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
 
 
-def _engine(config: Any, model: Any, compute_dtype: str) -> Any:
-    engine = make_engine(config, _masters(model), compute_dtype=compute_dtype, options=OPTIONS)
+def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def _engine(config: Any, model: Any, compute_dtype: str, device: str) -> Any:
+    engine = make_engine(
+        config, _masters(model), compute_dtype=compute_dtype, options=OPTIONS, device=device
+    )
     for name, buffer in engine.model.hf_model.named_buffers():
         buffer.copy_(model.get_buffer(name))
     return engine
 
 
-def _compare_two_steps(config: Any, trained: set[str]) -> None:
+def _compare_two_steps(config: Any, trained: set[str], device: str) -> None:
     model = reference_model(config)
-    engine = _engine(config, model, "float32")
+    engine = _engine(config, model, "float32", device)
     before = _masters(model)
     reference = Reference(
-        model,
+        model.to(device),
         learning_rate=LEARNING_RATE,
         max_grad_norm=OPTIONS.max_grad_norm,
         rows_per_micro=OPTIONS.micro_batch_rows,
@@ -144,23 +156,25 @@ def _compare_two_steps(config: Any, trained: set[str]) -> None:
         assert result.grad_norm == pytest.approx(expected.norm, rel=TOLERANCE)
         scale = min(1.0, OPTIONS.max_grad_norm / (result.grad_norm + 1e-6))
         mine = {name: gradient * scale for name, gradient in gradients_of(engine).items()}
-        assert_close(mine, expected.gradients, relative=TOLERANCE, what="gradient")
+        assert_close(mine, _on_host(expected.gradients), relative=TOLERANCE, what="gradient")
     for purpose, key in [(Purpose.EXP_AVG, "exp_avg"), (Purpose.EXP_AVG_SQ, "exp_avg_sq")]:
         moments = engine_state(engine, purpose)
-        assert_close(moments, reference.moments(key), relative=TOLERANCE, what=key)
+        assert_close(moments, _on_host(reference.moments(key)), relative=TOLERANCE, what=key)
     masters = engine_state(engine, Purpose.WEIGHT)
     assert_close(masters, _masters(model), relative=TOLERANCE, what="master")
     untouched = before.keys() - trained
     assert all(torch.equal(masters[name], before[name]) for name in untouched), "frozen"
 
 
-def _compare_in_bfloat16(config: Any) -> None:
+def _compare_in_bfloat16(config: Any, device: str) -> None:
     fp32 = reference_model(config)
-    engine = _engine(config, fp32, "bfloat16")
+    engine = _engine(config, fp32, "bfloat16", device)
     model = reference_model(config, torch.bfloat16)
     model.load_state_dict(fp32.state_dict())
     rows = make_rows(2)
-    reference = Reference(model, learning_rate=LEARNING_RATE, max_grad_norm=1e9, rows_per_micro=2)
+    reference = Reference(
+        model.to(device), learning_rate=LEARNING_RATE, max_grad_norm=1e9, rows_per_micro=2
+    )
     expected, result = reference.step(rows), engine.step(rows, learning_rate=LEARNING_RATE)
     assert result.loss == pytest.approx(expected.loss, rel=BF16_LOSS_TOLERANCE)
     assert result.grad_norm == pytest.approx(expected.norm, rel=BF16_NORM_TOLERANCE)
