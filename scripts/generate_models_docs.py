@@ -29,8 +29,9 @@ INTRODUCTION = """\
 
 Every causal language model of transformers {version} ({total} types), each tried with a tiny
 instance of its config: two optimizer steps here and in plain PyTorch (float32, CPU) must give the
-same losses, gradients, masters and Adam moments, and a step in bfloat16 must agree with
-transformers in bfloat16. `make test-models` repeats all of it; `make test` a part.
+same losses, gradients, masters and Adam moments; a checkpoint must come through unchanged; and a
+step in bfloat16 must agree with transformers in bfloat16. `make test-models` repeats all of it;
+`make test` a part.
 
 - **exact** ({exact}): trains as plain PyTorch does. Text only: towers for images or sound are kept
   as they are and saved with the model.

@@ -82,13 +82,14 @@ def outcome(model_type: str, device: str = "cpu") -> Outcome:
     trained = {p.name for block in model.blocks for p in block.layout.trainable_params}
     _compare_two_steps(config, trained, device)
     with TemporaryDirectory() as folder:
-        check_round_trip(config, Path(folder))
+        remark = check_round_trip(config, Path(folder))
     try:
         prove_instance(config, compute_dtype="bfloat16")
     except UserError as error:
         return Outcome(kind=Kind.EXACT, reason=f"float32 only: {error.found}")
     _compare_in_bfloat16(config, device)
-    remark = "with is_decoder: true in its config" if model_type in ENCODERS else ""
+    if model_type in ENCODERS:
+        remark = "with is_decoder: true in its config"
     return Outcome(kind=Kind.EXACT, reason=remark)
 
 
