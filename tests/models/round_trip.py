@@ -13,7 +13,6 @@ from megatrain.models.weights import LoadReport, load_block_weights
 
 from ..numerics.harness import reference_model
 
-
 NOT_READ_BACK = "transformers does not read back what it saves itself"
 
 
