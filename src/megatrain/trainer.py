@@ -32,11 +32,12 @@ from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.proof import prove
-from megatrain.models.weights import LoadReport, checkpoint_files, load_block_weights
+from megatrain.models.source import checkpoint_files
+from megatrain.models.weights import LoadReport, load_block_weights
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
-from megatrain.preflight import check_model, check_run
+from megatrain.preflight import check_model, check_run, find_gguf
 from megatrain.units import format_bytes, parse_bytes
 
 MAX_SKIPPED_STEPS = 20
@@ -70,10 +71,13 @@ def load_blocks(
     frozen: Sequence[str] = (),
     revision: str | None = None,
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
 ) -> BlockModel:
     """A model's blocks without their weights."""
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
-    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
+    config = read_config(
+        path, revision=revision, trust_remote_code=trust_remote_code, gguf_file=gguf_file
+    )
     model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
         compute_dtype=compute_dtype,
@@ -83,12 +87,14 @@ def load_blocks(
     return model
 
 
-def local_directory(path: str, revision: str | None) -> Path:
-    """The directory of a model: itself, or a download of a model id."""
+def local_weights(path: str, revision: str | None, gguf_file: str | None) -> Path:
+    """The directory of a model or a GGUF file in it: itself, or a download of a model id."""
     if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
+        return Path(path) / (gguf_file or "")
+    from huggingface_hub import hf_hub_download, snapshot_download
 
+    if gguf_file is not None:  # a repository holds many of them
+        return Path(hf_hub_download(path, gguf_file, revision=revision))
     return Path(snapshot_download(path, revision=revision))
 
 
@@ -109,29 +115,33 @@ class Trainer:
     ) -> None:
         check_run(
             model=config.model_name_or_path,
+            gguf_file=config.gguf_file,
             train_files=config.train_files,
             eval_files=config.eval_files,
             output_dir=config.output_dir,
             overwrite=config.overwrite_output_dir,
         )
         self.config, self.loss, self.quiet = config, loss, quiet
+        self.model_path, self.gguf_file = find_gguf(config.model_name_or_path, config.gguf_file)
         self.device = choose_device(config.device)
         self.compute_dtype = config.dtype
         if config.dtype == "auto":
             self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
         self.model = load_blocks(
-            config.model_name_or_path,
+            self.model_path,
             compute_dtype=self.compute_dtype,
             frozen=config.frozen,
             revision=config.model_revision,
             trust_remote_code=config.trust_remote_code,
+            gguf_file=self.gguf_file,
         )
         if config.model_init == "pretrained":
-            checkpoint_files(local_directory(config.model_name_or_path, config.model_revision))
+            checkpoint_files(local_weights(self.model_path, config.model_revision, self.gguf_file))
         self.tokenizer = load_tokenizer(
-            config.model_name_or_path,
+            self.model_path,
             revision=config.model_revision,
             chat_template=config.chat_template_path,
+            gguf_file=self.gguf_file,
         )
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
@@ -241,7 +251,7 @@ class Trainer:
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
         else:
-            path = local_directory(config.model_name_or_path, config.model_revision)
+            path = local_weights(self.model_path, config.model_revision, self.gguf_file)
             source = load_block_weights(model, path, report, seed=config.seed)
         first = next(source)  # a checkpoint that does not fit the model is refused here
         store = BlockStore([block.layout for block in model.blocks], device=self.device)
@@ -353,14 +363,15 @@ def evaluate_model(
     check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    model = load_blocks(model_path, compute_dtype=dtype)
-    rows = load_rows(files, load_tokenizer(model_path), options)
+    model_path, gguf_file = find_gguf(model_path)
+    model = load_blocks(model_path, compute_dtype=dtype, gguf_file=gguf_file)
+    rows = load_rows(files, load_tokenizer(model_path, gguf_file=gguf_file), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)
     need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, on_device=chosen.type == "cuda")
     store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    path = local_directory(model_path, None)
+    path = local_weights(model_path, None, gguf_file)
     for index, tensors in load_block_weights(model, path, LoadReport()):
         store.write(index, tensors)
     engine = Engine(model, store, engine_options, device=chosen)

@@ -20,6 +20,7 @@ GROUPS = {
 
 OWN_KEYS = frozenset(
     {
+        "gguf_file",
         "model_init",
         "frozen",
         "train_files",
@@ -55,6 +56,11 @@ class TrainConfig(BaseModel):
 
     model_name_or_path: str = Field(description="Directory of a Hugging Face model, or its id.")
     model_revision: str | None = Field(None, description="Revision of a model id.")
+    gguf_file: str | None = Field(
+        None,
+        description="Name of a GGUF file in that directory or repository, to start from its"
+        " dequantised weights; a model_name_or_path that ends in .gguf means the same.",
+    )
     model_init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights, or draw them as the model's own code would."
     )
