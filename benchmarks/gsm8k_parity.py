@@ -25,8 +25,9 @@ from megatrain.engine import Engine, EngineOptions
 from megatrain.engine.microbatch import make_micro_batch, split_rows
 from megatrain.engine.worker import AdamWOptions
 from megatrain.memory import BlockStore
+from megatrain.models.hub import find_model
 from megatrain.models.load import load_blocks
-from megatrain.models.weights import LoadReport, load_block_weights
+from megatrain.models.weights import LoadReport
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gsm8k_parity.jsonl"
@@ -37,9 +38,10 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 def streamed(steps: list[list[Any]]) -> list[float]:
     """Losses of this engine."""
-    model = load_blocks(MODEL, compute_dtype="float32").model
+    blocks = load_blocks(find_model(str(MODEL)), compute_dtype="float32")
+    model = blocks.model
     store = BlockStore([block.layout for block in model.blocks], device=torch.device("cpu"))
-    for index, tensors in load_block_weights(model, MODEL, LoadReport()):
+    for index, tensors in blocks.weights(LoadReport()):
         store.write(index, tensors)
     options = EngineOptions(
         adamw=AdamWOptions(weight_decay=WEIGHT_DECAY),

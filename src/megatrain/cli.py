@@ -45,6 +45,7 @@ def train(
     # Before torch is imported, so that a mistyped path is told at once.
     check_run(
         model=config.model_name_or_path,
+        gguf_file=config.gguf_file,
         train_files=config.train_files,
         eval_files=config.eval_files,
         output_dir=config.output_dir,
@@ -57,7 +58,7 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model directory, or id.")],
+    model: Annotated[str, typer.Argument(help="Model directory, id, or GGUF file.")],
     files: Annotated[list[str], typer.Argument(help="Data files, folders or globs.")],
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,

@@ -21,6 +21,7 @@ TRACES_OF_A_RUN = ("log.jsonl", "config.json")
 def check_run(
     *,
     model: str,
+    gguf_file: str | None = None,
     train_files: Sequence[str],
     eval_files: Sequence[str],
     output_dir: str,
@@ -32,23 +33,45 @@ def check_run(
         UserError: for a model or data that is not there, or an output directory that cannot or
             should not be written.
     """
-    check_model(model)
+    check_model(model, gguf_file)
     find_files(train_files)
     if eval_files:
         find_files(eval_files)
-    check_output(Path(output_dir), model=Path(model), overwrite=overwrite)
+    folder, _ = find_gguf(model, gguf_file)
+    check_output(Path(output_dir), model=Path(folder), overwrite=overwrite)
 
 
-def check_model(model: str) -> None:
-    """Check that `model` is a model directory, or can be the id of a model.
+def find_gguf(model: str, gguf_file: str | None = None) -> tuple[str, str | None]:
+    """The directory or id of a model, and the GGUF file in it that is meant, if any.
+
+    Raises:
+        UserError: if two are named.
+    """
+    if not model.endswith(".gguf") or Path(model).is_dir():
+        return model, gguf_file
+    if gguf_file is not None:
+        raise UserError(
+            asked=f"model_name_or_path: {model} with gguf_file: {gguf_file}",
+            found="two GGUF files",
+            change="leave gguf_file out",
+        )
+    return str(Path(model).parent), Path(model).name
+
+
+def check_model(model: str, gguf_file: str | None = None) -> None:
+    """Check that `model` is a model directory or a GGUF file, or can be the id of a model.
 
     Raises:
         UserError: if it is neither.
     """
-    path = Path(model)
     asked = f"model_name_or_path: {model}"
+    model, gguf_file = find_gguf(model, gguf_file)
+    path = Path(model)
     change = "give a directory that holds a Hugging Face model, or a model id"
-    if path.is_dir():
+    if gguf_file is not None and path.is_dir():
+        if not (path / gguf_file).is_file():
+            raise UserError(asked=asked, found=f"no file {path / gguf_file}", change="name another")
+    elif path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(asked=asked, found="no config.json there", change=change)
     elif path.exists():

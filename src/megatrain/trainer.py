@@ -30,7 +30,7 @@ from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
-from megatrain.models.hub import fetch_weights, model_directory
+from megatrain.models.hub import find_model
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
@@ -38,7 +38,7 @@ from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
-from megatrain.preflight import check_model, check_run
+from megatrain.preflight import check_model, check_run, find_gguf
 from megatrain.units import format_bytes, parse_bytes
 
 MAX_SKIPPED_STEPS = 20
@@ -82,6 +82,7 @@ class Trainer:
     ) -> None:
         check_run(
             model=config.model_name_or_path,
+            gguf_file=config.gguf_file,
             train_files=config.train_files,
             eval_files=config.eval_files,
             output_dir=config.output_dir,
@@ -92,20 +93,24 @@ class Trainer:
         self.compute_dtype = config.dtype
         if config.dtype == "auto":
             self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.directory = model_directory(
-            config.model_name_or_path,
+        name, gguf_file = find_gguf(config.model_name_or_path, config.gguf_file)
+        self.files = find_model(
+            name,
+            gguf_file=gguf_file,
             revision=config.model_revision,
             cache_dir=config.cache_dir,
             code=config.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(self.directory, chat_template=config.chat_template_path)
+        self.tokenizer = load_tokenizer(
+            self.files.directory, chat_template=config.chat_template_path, gguf_file=gguf_file
+        )
         extend_tokenizer(
             self.tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens
         )
         self.blocks = self._load_blocks()
         self.model = self.blocks.model
         if config.model_init == "pretrained":
-            fetch_weights(config.model_name_or_path, self.directory, cache_dir=config.cache_dir)
+            self.files.fetch_weights()
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -127,7 +132,7 @@ class Trainer:
         if config.attn_implementation is not None:
             overrides["attn_implementation"] = config.attn_implementation
         return load_blocks(
-            self.directory,
+            self.files,
             compute_dtype=self.compute_dtype,
             selection=Selection(trainable=config.trainable, frozen=config.frozen),
             trust_remote_code=config.trust_remote_code,
@@ -230,7 +235,7 @@ class Trainer:
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
         else:
-            source = self.blocks.weights(self.directory, report, seed=config.seed)
+            source = self.blocks.weights(report, seed=config.seed)
         first = next(source)  # a checkpoint that does not fit the model is refused here
         store = BlockStore([block.layout for block in model.blocks], device=self.device)
         for index, tensors in chain([first], source):
@@ -331,7 +336,7 @@ def _log_row(result: StepResult, step: int, rate: float, epoch: float) -> dict[s
 
 def evaluate_model(
     model_path: str,
-    files: Sequence[str],
+    data: Sequence[str],
     *,
     options: DataOptions,
     batch_size: int = 8,
@@ -343,17 +348,18 @@ def evaluate_model(
     check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    directory = model_directory(model_path, revision=revision, cache_dir=cache_dir)
-    blocks = load_blocks(directory, compute_dtype=dtype)
+    name, gguf_file = find_gguf(model_path)
+    files = find_model(name, gguf_file=gguf_file, revision=revision, cache_dir=cache_dir)
+    blocks = load_blocks(files, compute_dtype=dtype)
     model = blocks.model
-    fetch_weights(model_path, directory, cache_dir=cache_dir)
-    rows = load_rows(files, load_tokenizer(directory), options)
+    files.fetch_weights()
+    rows = load_rows(data, load_tokenizer(files.directory, gguf_file=gguf_file), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)
     need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, on_device=chosen.type == "cuda")
     store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    for index, tensors in blocks.weights(directory, LoadReport()):
+    for index, tensors in blocks.weights(LoadReport()):
         store.write(index, tensors)
     engine = Engine(model, store, engine_options, device=chosen)
     result = evaluate_rows(engine, rows, batch_size)

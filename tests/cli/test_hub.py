@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatrain.config import make_config
 from megatrain.errors import UserError
 from megatrain.models import hub
-from megatrain.models.weights import weight_names
+from megatrain.models.source import weight_names
 from megatrain.trainer import Trainer
 from tests.tokenizers_for_tests import save_tiny_model
 
@@ -76,10 +76,11 @@ def test_a_commit_is_a_revision_and_the_default_is_main(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
-    assert hub.model_directory(NAME, revision=OLD).name == OLD
-    directory = hub.model_directory(NAME)
+    assert hub.find_model(NAME, revision=OLD).directory.name == OLD
+    files = hub.find_model(NAME)
+    directory = files.directory
     assert directory.name == NEW
-    assert hub.fetch_weights(NAME, directory) == [directory / "model.safetensors"]
+    assert files.fetch_weights() == [directory / "model.safetensors"]
 
 
 @pytest.mark.process
@@ -162,13 +163,13 @@ def test_only_what_is_needed_is_downloaded(
         return str(folder)
 
     monkeypatch.setattr(hub, "snapshot_download", download)
-    assert hub.model_directory(NAME, revision="main") == folder
+    assert hub.find_model(NAME, revision="main").directory == folder
     assert sorted(fetched) == sorted(small)
     assert weight_names(folder) == shards
     fetched.clear()
-    hub.fetch_weights(NAME, folder)
+    hub.ModelFiles(name=NAME, directory=folder).fetch_weights()
     assert sorted(fetched) == shards
     assert revisions == ["main", NEW]  # weights of the same commit, wherever main has gone
     fetched.clear()
-    hub.model_directory(NAME, code=True)
+    hub.find_model(NAME, code=True)
     assert set(fetched) - set(small) == {"modeling_own.py"}

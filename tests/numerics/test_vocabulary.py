@@ -18,6 +18,7 @@ from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.memory import BlockStore
 from megatrain.models import build_on_meta
+from megatrain.models.hub import find_model
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.vocabulary import check_growth, rows_needed, with_rows
 from megatrain.models.weights import LoadReport
@@ -48,11 +49,11 @@ def saved(name: str, folder: Path) -> Any:
     return model
 
 
-def fill(blocks: LoadedBlocks, folder: Path, seed: int = 0) -> BlockStore:
+def fill(blocks: LoadedBlocks, seed: int = 0) -> BlockStore:
     layouts = [block.layout for block in blocks.model.blocks]
     store = BlockStore(layouts, device=torch.device("cpu"))
     report = LoadReport()
-    for index, tensors in blocks.weights(folder, report, seed=seed):
+    for index, tensors in blocks.weights(report, seed=seed):
         store.write(index, tensors)
     assert report.missing == [] and report.unexpected == []
     return store
@@ -65,9 +66,9 @@ def masters(blocks: LoadedBlocks, store: BlockStore) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_that_transformers_adds(name: str, tmp_path: Path) -> None:
     reference = saved(name, tmp_path)
-    blocks = load_blocks(tmp_path, compute_dtype="float32", num_tokens=NEW)
+    blocks = load_blocks(find_model(str(tmp_path)), compute_dtype="float32", num_tokens=NEW)
     assert blocks.grown == f"the vocabulary grew from {VOCAB} to {NEW} rows"
-    mine = masters(blocks, fill(blocks, tmp_path))
+    mine = masters(blocks, fill(blocks))
     old = {n: p.detach().clone() for n, p in reference.named_parameters()}
     reference.resize_token_embeddings(NEW, mean_resizing=True)
     theirs = {n: p.detach() for n, p in reference.named_parameters()}
@@ -90,8 +91,8 @@ def test_new_rows_follow_from_the_seed_and_have_the_spread_of_the_old(tmp_path: 
     config.vocab_size = 400  # enough rows for a covariance that is positive definite
     reference = reference_model(config)
     reference.save_pretrained(tmp_path)
-    blocks = load_blocks(tmp_path, compute_dtype="float32", num_tokens=2400)
-    first, again, other = (masters(blocks, fill(blocks, tmp_path, seed)) for seed in (0, 0, 1))
+    blocks = load_blocks(find_model(str(tmp_path)), compute_dtype="float32", num_tokens=2400)
+    first, again, other = (masters(blocks, fill(blocks, seed)) for seed in (0, 0, 1))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(first[name], again[name])
         assert not torch.equal(first[name], other[name])
@@ -102,8 +103,8 @@ def test_new_rows_follow_from_the_seed_and_have_the_spread_of_the_old(tmp_path: 
 
 def test_a_bf16_checkpoint_grows_in_fp32(tmp_path: Path) -> None:
     reference_model(make_config("llama"), dtype=torch.bfloat16).save_pretrained(tmp_path)
-    blocks = load_blocks(tmp_path, compute_dtype="bfloat16", num_tokens=NEW)
-    tensor = masters(blocks, fill(blocks, tmp_path))["lm_head.weight"]
+    blocks = load_blocks(find_model(str(tmp_path)), compute_dtype="bfloat16", num_tokens=NEW)
+    tensor = masters(blocks, fill(blocks))["lm_head.weight"]
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(tensor[:VOCAB], reference.lm_head.weight)
     assert torch.allclose(tensor[VOCAB:], reference.lm_head.weight.mean(0), atol=1e-5)
@@ -112,8 +113,8 @@ def test_a_bf16_checkpoint_grows_in_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "phi", "gptj"])
 def test_a_step_with_the_new_tokens_equals_plain_pytorch(name: str, tmp_path: Path) -> None:
     saved(name, tmp_path / "in")
-    blocks = load_blocks(tmp_path / "in", compute_dtype="float32", num_tokens=NEW)
-    store = fill(blocks, tmp_path / "in")
+    blocks = load_blocks(find_model(str(tmp_path / "in")), compute_dtype="float32", num_tokens=NEW)
+    store = fill(blocks)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(blocks.model.config))
     model.load_state_dict(masters(blocks, store), strict=False)
     model.train()
@@ -146,10 +147,12 @@ def test_a_step_with_the_new_tokens_equals_plain_pytorch(name: str, tmp_path: Pa
 def test_nothing_grows_where_there_is_room_and_nothing_shrinks(tmp_path: Path) -> None:
     make_config("llama").save_pretrained(tmp_path)
     for num_tokens in (0, 7, VOCAB):
-        blocks = load_blocks(tmp_path, compute_dtype="float32", num_tokens=num_tokens)
+        blocks = load_blocks(
+            find_model(str(tmp_path)), compute_dtype="float32", num_tokens=num_tokens
+        )
         assert blocks.model is blocks.stored and blocks.grown == ""
         assert blocks.model.config.vocab_size == VOCAB
-    blocks = load_blocks(tmp_path, compute_dtype="float32", multiple_of=64)
+    blocks = load_blocks(find_model(str(tmp_path)), compute_dtype="float32", multiple_of=64)
     assert blocks.model.config.vocab_size == 128
 
 
@@ -179,8 +182,8 @@ def test_persistent_buffers_come_along(tmp_path: Path) -> None:
     for name in names:
         torch.nn.init.normal_(reference.get_buffer(name))
     reference.save_pretrained(tmp_path)
-    blocks = load_blocks(tmp_path, compute_dtype="float32", num_tokens=NEW)
-    fill(blocks, tmp_path)
+    blocks = load_blocks(find_model(str(tmp_path)), compute_dtype="float32", num_tokens=NEW)
+    fill(blocks)
     for name in names:
         assert torch.equal(blocks.model.hf_model.get_buffer(name), reference.get_buffer(name))
 

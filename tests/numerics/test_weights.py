@@ -1,5 +1,6 @@
 """Checkpoints in, checkpoints out: what transformers wrote is what it reads back."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ def fill(model: BlockModel, path: Path) -> tuple[BlockStore, LoadReport]:
     return store, report
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """As in the published checkpoints of the architecture."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return set(index["weight_map"])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_load_and_save_round_trip(name: str, dtype: str, tmp_path: Path) -> None:
@@ -48,6 +55,7 @@ def test_load_and_save_round_trip(name: str, dtype: str, tmp_path: Path) -> None
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, reference(ids).logits)
+    assert tensor_names(tmp_path / "out") == tensor_names(tmp_path / "in")
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {
         "config.json",
         "generation_config.json",

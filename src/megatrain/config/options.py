@@ -20,6 +20,7 @@ GROUPS = {
 
 OWN_KEYS = frozenset(
     {
+        "gguf_file",
         "model_init",
         "cache_dir",
         "config_overrides",
@@ -78,6 +79,11 @@ class TrainConfig(BaseModel):
     model_revision: str | None = Field(None, description="Revision of a model id.")
     cache_dir: str | None = Field(
         None, description="Where downloaded models are kept; default: HF_HUB_CACHE."
+    )
+    gguf_file: str | None = Field(
+        None,
+        description="Name of a GGUF file in that directory or repository, to start from its"
+        " dequantised weights; a model_name_or_path that ends in .gguf means the same.",
     )
     model_init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights, or draw them as the model's own code would."

@@ -38,13 +38,18 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(
-    model_path: str | Path, *, revision: str | None = None, chat_template: str | None = None
+    model_path: str | Path,
+    *,
+    revision: str | None = None,
+    chat_template: str | None = None,
+    gguf_file: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a model directory or id.
+    """Load the tokenizer of a model directory or id, or of a GGUF file in it.
 
     Args:
         model_path: directory, or id of a model on the Hub or in its cache.
         revision: branch, tag or commit of a model id.
+        gguf_file: name of the GGUF file at `model_path` from whose header transformers builds it.
         chat_template: a Jinja template, or the path of a `.jinja` file, instead of the model's own.
 
     Raises:
@@ -55,14 +60,19 @@ def load_tokenizer(
     template = None if chat_template is None else _template_text(chat_template)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            str(model_path), revision=revision, local_files_only=Path(model_path).is_dir()
+            str(model_path),
+            revision=revision,
+            local_files_only=Path(model_path).is_dir(),
+            **({} if gguf_file is None else {"gguf_file": gguf_file}),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             asked=f"the tokenizer of {model_path}",
             found=f"none that loads ({lines[0].strip().rstrip('.:')})",
-            change="copy tokenizer.json and tokenizer_config.json into the model directory",
+            change="copy tokenizer.json and tokenizer_config.json into the model directory"
+            if gguf_file is None
+            else "start from a directory with safetensors weights and a tokenizer",
         ) from error
     if template is not None:
         tokenizer.chat_template = template

@@ -18,7 +18,9 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
+from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
+from megatrain.models.quantised import without_quantisation
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -28,28 +30,40 @@ def read_config(
     *,
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    gguf_file: str | None = None,
 ) -> Any:
     """Read a model's `config.json` and check that it is a causal LM that transformers knows.
+
+    It is the config of a plain model, also where the weights are stored quantised.
 
     Args:
         path: the model's directory.
         trust_remote_code: run code that stands beside it.
         overrides: values to change; see `override_config`.
+        gguf_file: name of a GGUF file in the directory, whose header is read instead.
 
     Raises:
-        UserError: if there is no readable config, it is no causal language model, or a value
-            cannot be changed.
+        UserError: if there is no readable config, it is no causal language model, a value cannot be
+            changed, or the weights are quantised in a way that cannot be read.
     """
     asked = f"model_name_or_path={path}"
+    from_gguf = {}
+    if gguf_file is not None:
+        check_package(gguf_file)
+        asked, from_gguf = f"the GGUF file {gguf_file} of {path}", {"gguf_file": gguf_file}
     try:
-        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-        stored, _ = PreTrainedConfig.get_config_dict(str(path))
+        config = AutoConfig.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code, **from_gguf
+        )
+        stored, _ = PreTrainedConfig.get_config_dict(str(path), **from_gguf)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         found = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
             asked=asked,
-            found=f"no usable config.json ({found})",
-            change="give a directory that holds a Hugging Face model, or a model id",
+            found=f"no usable {'config.json' if gguf_file is None else 'header'} ({found})",
+            change="give a directory that holds a Hugging Face model, or a model id"
+            if gguf_file is None
+            else CONVERT,
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
         raise UserError(
@@ -57,7 +71,7 @@ def read_config(
             found=f"model type '{config.model_type}', which has no causal language model",
             change="choose a decoder-only causal language model",
         )
-    return override_config(config, stored, overrides or {})
+    return without_quantisation(override_config(config, stored, overrides or {}), asked=asked)
 
 
 def text_config(config: Any) -> Any:

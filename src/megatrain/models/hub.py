@@ -6,6 +6,7 @@ of huggingface_hub are honoured, by huggingface_hub itself.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from megatrain.errors import UserError
-from megatrain.models.weights import checkpoint_files, weight_names
+from megatrain.models.source import checkpoint_files, weight_names
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Config, tokenizer, chat template and the index of the weights."""
@@ -22,13 +23,48 @@ IN_FOLDERS = ("*/*",)
 """Files below the top: the same weights once more, for other programs."""
 
 
-def model_directory(
-    name: str, *, revision: str | None = None, cache_dir: str | None = None, code: bool = False
-) -> Path:
-    """The directory of a model, with its config and tokenizer but not yet its weights.
+@dataclass(frozen=True, kw_only=True)
+class ModelFiles:
+    """Where a model's files are."""
+
+    name: str
+    """As the user gave it: a directory or an id."""
+    directory: Path
+    """Holds config and tokenizer; of an id: the snapshot of one commit."""
+    gguf_file: str | None = None
+    """The file in it that holds config, tokenizer and weights in one."""
+    cache_dir: str | None = None
+
+    @property
+    def weights(self) -> Path:
+        """The directory, or the GGUF file."""
+        return self.directory if self.gguf_file is None else self.directory / self.gguf_file
+
+    def fetch_weights(self) -> list[Path]:
+        """The weights, of the same commit as config and tokenizer.
+
+        Raises:
+            UserError: if there are no weights that can be read, or they cannot be fetched.
+        """
+        if self.gguf_file is None and not Path(self.name).is_dir():
+            names = weight_names(self.directory)
+            _snapshot(self.name, self.directory.name, self.cache_dir, names)
+        return checkpoint_files(self.weights)
+
+
+def find_model(
+    name: str,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    cache_dir: str | None = None,
+    code: bool = False,
+) -> ModelFiles:
+    """A model's files; of an id everything but the weights is fetched (but all of a GGUF file).
 
     Args:
         name: a directory, or the id of a model.
+        gguf_file: name of a GGUF file in it.
         revision: branch, tag or commit of a model id.
         cache_dir: the Hub's cache, if it is not at its usual place.
         code: fetch the Python files too.
@@ -43,25 +79,10 @@ def model_directory(
                 found=f"{name} is a directory, which has no revisions",
                 change="remove model_revision, or give a model id",
             )
-        return Path(name)
-    patterns = [*TEXT_FILES, *(CODE_FILES if code else ())]
-    return _snapshot(name, revision, cache_dir, patterns)
-
-
-def fetch_weights(name: str, directory: Path, *, cache_dir: str | None = None) -> list[Path]:
-    """The weights of a model whose directory is known, of the same commit.
-
-    Args:
-        name: as given to `model_directory`.
-        directory: as returned by it.
-        cache_dir: as given to it.
-
-    Raises:
-        UserError: if there are no safetensors weights, or they cannot be fetched.
-    """
-    if not Path(name).is_dir():
-        _snapshot(name, directory.name, cache_dir, weight_names(directory))
-    return checkpoint_files(directory)
+        return ModelFiles(name=name, directory=Path(name), gguf_file=gguf_file)
+    patterns = [*TEXT_FILES, *(CODE_FILES if code else ()), *([gguf_file] if gguf_file else ())]
+    directory = _snapshot(name, revision, cache_dir, patterns)
+    return ModelFiles(name=name, directory=directory, gguf_file=gguf_file, cache_dir=cache_dir)
 
 
 def _snapshot(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta, read_config
+from megatrain.models.hub import ModelFiles
 from megatrain.models.proof import prove
 from megatrain.models.selection import Selection
 from megatrain.models.split import split_model
@@ -27,6 +27,7 @@ from megatrain.models.weights import LoadReport, load_block_weights
 class LoadedBlocks:
     """A model's blocks, and how their weights are read."""
 
+    files: ModelFiles
     model: BlockModel
     stored: BlockModel
     """The blocks as the checkpoint holds them: the model's own, unless the vocabulary grew."""
@@ -40,17 +41,17 @@ class LoadedBlocks:
         return f"the vocabulary grew from {before} to {after} rows"
 
     def weights(
-        self, directory: Path, report: LoadReport, *, seed: int = 0
+        self, report: LoadReport, *, seed: int = 0
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(block index, tensors by full name), block by block; see `load_block_weights`."""
-        source = load_block_weights(self.stored, directory, report, seed=seed)
+        source = load_block_weights(self.stored, self.files.weights, report, seed=seed)
         if self.stored is self.model:
             return source
         return grow_blocks(self.stored, self.model, source, seed=seed)
 
 
 def load_blocks(
-    directory: Path,
+    files: ModelFiles,
     *,
     compute_dtype: str,
     selection: Selection | None = None,
@@ -62,7 +63,7 @@ def load_blocks(
     """A model's blocks without their weights.
 
     Args:
-        directory: the model's.
+        files: the model's.
         compute_dtype: "bfloat16" or "float32".
         selection: what is trained; everything by default.
         trust_remote_code: run code that comes with the model.
@@ -74,7 +75,12 @@ def load_blocks(
         UserError: if the model cannot be built, split, or given more rows.
     """
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
-    config = read_config(directory, trust_remote_code=trust_remote_code, overrides=overrides)
+    config = read_config(
+        files.directory,
+        trust_remote_code=trust_remote_code,
+        overrides=overrides,
+        gguf_file=files.gguf_file,
+    )
     built = build_on_meta(config, compute_dtype=compute_dtype)
     model = stored = split_model(built, compute_dtype=compute_dtype, selection=selection)
     rows = rows_needed(vocabulary_rows(built), num_tokens, multiple_of)
@@ -84,4 +90,4 @@ def load_blocks(
         check_growth(built, larger)
         model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
     prove(config, compute_dtype=compute_dtype)
-    return LoadedBlocks(model=model, stored=stored)
+    return LoadedBlocks(files=files, model=model, stored=stored)

@@ -1,20 +1,18 @@
 """A checkpoint's tensors to blocks and back, one block at a time.
 
-Promise: never more than one block's tensors in memory beside the store.  Renamings and fused
-experts are transformers' own conversions, run on a state dict that holds one block only.
+Promise: never more than one block's tensors in memory beside the store (and while experts are
+fused, those of one fused parameter twice), dequantised or not.  Renamings and fused experts are
+transformers' own conversions, run on a state dict that holds one block only.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -27,9 +25,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from megatrain.errors import UserError
 from megatrain.models.blocks import Block, BlockModel
 from megatrain.models.initialise import initialise_block
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+from megatrain.models.source import LazyTensor, Source, check_plain, open_source
 
 
 @dataclass(kw_only=True)
@@ -42,52 +38,23 @@ class LoadReport:
     """Tensors of the checkpoint that the model has no place for."""
 
 
-def weight_names(path: Path) -> list[str]:
-    """Names of the safetensors files that a model directory has or, by its index, should have."""
-    index = path / INDEX_NAME
-    if index.is_file():
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    return [SINGLE_NAME]
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory.
-
-    Raises:
-        UserError: if there are none, or one that the index names is missing.
-    """
-    files = [path / name for name in weight_names(path)]
-    for file in files:
-        if not file.is_file():
-            raise UserError(
-                asked=f"the weights of {path}",
-                found=f"no file {file.name}",
-                change="give a directory with safetensors weights (convert others with"
-                " save_pretrained)",
-            )
-    return files
-
-
 def load_block_weights(
     model: BlockModel, path: Path, report: LoadReport, *, seed: int = 0
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (block index, tensors by full name), block by block.
 
-    Tensors keep the checkpoint's dtype.  Persistent buffers go straight into the model.
+    Tensors keep the checkpoint's precision and are given up when the next block is asked for: the
+    dict is emptied, whoever still holds it.  Persistent buffers go straight into the model.
+
+    Args:
+        path: model directory, or a GGUF file.
 
     Raises:
         UserError: if weights are missing from most of the model, have another shape, or are
-            quantised.
+            quantised in a way that cannot be read.
     """
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise UserError(
-            asked=f"train the weights of {path}",
-            found="quantised weights",
-            change="give the unquantised checkpoint",
-        )
-    handles = [safe_open(file, framework="pt") for file in checkpoint_files(path)]
-    source = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118
-    by_target = _sources_by_target(model, list(source), report)
+    source = open_source(path, model.hf_model)
+    by_target = _sources_by_target(model, source, report)
     _load_buffers(model, source, by_target)
     owned = [param.name for block in model.blocks for param in block.layout.params]
     report.missing += [name for name in owned if _target(model, name, by_target) is None]
@@ -98,21 +65,26 @@ def load_block_weights(
             f" (the first: {report.missing[0]})",
             change="check that the checkpoint belongs to this config.json",
         )
+    source.check_complete(report.missing, report.unexpected)
+    for name in owned:
+        check_plain(source, by_target.get(_target(model, name, by_target) or "", []))
     for block in model.blocks:
-        yield block.index, _load_block(model, block, source, by_target, seed)
+        tensors = _load_block(model, block, source, by_target, seed)
+        yield block.index, tensors
+        tensors.clear()
 
 
 def _sources_by_target(
-    model: BlockModel, keys: list[str], report: LoadReport
+    model: BlockModel, source: Source, report: LoadReport
 ) -> dict[str, list[str]]:
     """Checkpoint keys by the model tensor that they load into."""
     hf_model = model.hf_model
-    mapping = get_model_conversion_mapping(hf_model)
+    mapping = source.conversions(hf_model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     state = hf_model.state_dict()
     by_target: dict[str, list[str]] = {}
-    for key in keys:
+    for key in source.names():
         rename = partial(
             rename_source_key,
             key,
@@ -147,25 +119,22 @@ def _target(model: BlockModel, name: str, by_target: Mapping[str, list[str]]) ->
     return next((known for known in [name, *aliases] if known in by_target), None)
 
 
-def _load_buffers(
-    model: BlockModel, source: Mapping[str, Any], by_target: Mapping[str, list[str]]
-) -> None:
+def _load_buffers(model: BlockModel, source: Source, by_target: Mapping[str, list[str]]) -> None:
     for name, buffer in model.hf_model.named_buffers():
         for key in by_target.get(name, ()):
-            buffer.copy_(source[key].get_tensor(key))
+            buffer.copy_(source.read(key))
 
 
 def _load_block(
     model: BlockModel,
     block: Block,
-    source: Mapping[str, Any],
+    source: Source,
     by_target: Mapping[str, list[str]],
     seed: int,
 ) -> dict[str, Tensor]:
     targets = {p.name: _target(model, p.name, by_target) for p in block.layout.params}
     keys = _keys_of(block, targets, by_target)
-    tensors = {key: source[key].get_tensor(key) for key in keys}
-    loaded = _convert(model, tensors)
+    loaded = _convert(model, source, keys)
     found = {}
     for placed in block.layout.params:
         target = targets[placed.name]
@@ -173,7 +142,7 @@ def _load_block(
             continue  # missing from the checkpoint, reported
         tensor = loaded.get(target)  # transformers leaves out what does not fit
         if tensor is None or tuple(tensor.shape) != placed.shape:
-            shapes = [str(tuple(tensors[key].shape)) for key in by_target[target]]
+            shapes = [str(source.shape(key)) for key in by_target[target]]
             raise UserError(
                 asked=f"the weights of {placed.name}",
                 found=f"shape {', '.join(shapes)} in the checkpoint, {placed.shape} by config",
@@ -195,8 +164,11 @@ def _keys_of(
     return list(dict.fromkeys(keys))
 
 
-def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' conversion of these checkpoint tensors; the model is left on meta."""
+def _convert(model: BlockModel, source: Source, keys: list[str]) -> dict[str, Tensor]:
+    """transformers' conversion of these checkpoint tensors; the model is left on meta.
+
+    All come out in one dtype, wide enough for each of them.
+    """
     hf_model = model.hf_model
     on_meta = {
         name: (module, leaf, param)
@@ -205,8 +177,9 @@ def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         if param is not None and (name := f"{prefix}.{leaf}" if prefix else leaf)
     }
     dtypes = {name: param.dtype for name, (_, _, param) in on_meta.items()}
-    dtype = next(iter(tensors.values())).dtype if tensors else torch.float32
-    mapping: Any = get_model_conversion_mapping(hf_model)
+    found = [dtype for key in keys if (dtype := source.dtype(key)) is not None]
+    dtype = reduce(torch.promote_types, found) if found else torch.float32
+    mapping: Any = source.conversions(hf_model)
     config = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping)
     try:
         for module, leaf, param in on_meta.values():  # keep the checkpoint's precision
@@ -214,9 +187,8 @@ def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
                 module._parameters[leaf] = nn.Parameter(
                     torch.empty_like(param, dtype=dtype), requires_grad=False
                 )
-        convert_and_load_state_dict_in_model(
-            model=hf_model, state_dict=dict(tensors), load_config=config
-        )
+        state = {key: LazyTensor(source, key) for key in keys}
+        convert_and_load_state_dict_in_model(model=hf_model, state_dict=state, load_config=config)
         return {
             name: param.detach()
             for name, (module, leaf, _) in on_meta.items()
@@ -225,6 +197,8 @@ def _convert(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     finally:
         for module, leaf, param in on_meta.values():
             module._parameters[leaf] = param
+        # What this one block used; saving must revert what the whole model needs.
+        hf_model._weight_conversions = None
         assert all(p.dtype == dtypes[n] for n, p in hf_model.named_parameters())
 
 
