@@ -45,6 +45,7 @@ def train(
     # Before torch is imported, so that a mistyped path is told at once.
     check_run(
         model=config.model_name_or_path,
+        tokenizer=config.tokenizer_name,
         train_files=config.train_files,
         eval_files=config.eval_files,
         output_dir=config.output_dir,

@@ -21,6 +21,7 @@ TRACES_OF_A_RUN = ("log.jsonl", "config.json")
 def check_run(
     *,
     model: str,
+    tokenizer: str | None,
     train_files: Sequence[str],
     eval_files: Sequence[str],
     output_dir: str,
@@ -29,10 +30,12 @@ def check_run(
     """Check all paths of a training run.
 
     Raises:
-        UserError: for a model or data that is not there, or an output directory that cannot or
-            should not be written.
+        UserError: for a model, tokenizer or data that is not there, or an output directory that
+            cannot or should not be written.
     """
     check_model(model)
+    if tokenizer is not None:
+        _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
     find_files(train_files)
     if eval_files:
         find_files(eval_files)
@@ -45,16 +48,25 @@ def check_model(model: str) -> None:
     Raises:
         UserError: if it is neither.
     """
-    path = Path(model)
-    asked = f"model_name_or_path: {model}"
-    change = "give a directory that holds a Hugging Face model, or a model id"
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(asked=asked, found="no config.json there", change=change)
-    elif path.exists():
-        raise UserError(asked=asked, found="a file, not a directory", change=change)
-    elif HUB_ID.fullmatch(model) is None:
-        raise UserError(asked=asked, found="no such directory", change=change)
+    asked, holds = f"model_name_or_path: {model}", "a Hugging Face model"
+    _check_source(asked, model, holds)
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise _not_there(asked, "no config.json there", holds)
+
+
+def _check_source(asked: str, source: str, holds: str) -> None:
+    """A directory, or what can be the id of a model."""
+    if Path(source).is_dir():
+        return
+    if Path(source).exists():
+        raise _not_there(asked, "a file, not a directory", holds)
+    if HUB_ID.fullmatch(source) is None:
+        raise _not_there(asked, "no such directory", holds)
+
+
+def _not_there(asked: str, found: str, holds: str) -> UserError:
+    change = f"give a directory that holds {holds}, or a model id"
+    return UserError(asked=asked, found=found, change=change)
 
 
 def check_output(output: Path, *, model: Path, overwrite: bool) -> None:

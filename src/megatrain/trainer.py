@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatrain.data import (
     load_tokenizer,
     split_rows,
 )
+from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.worker import AdamWOptions
@@ -30,6 +32,7 @@ from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.build import set_special_tokens
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.proof import prove
 from megatrain.models.weights import LoadReport, checkpoint_files, load_block_weights
@@ -63,17 +66,9 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
-def load_blocks(
-    path: str,
-    *,
-    compute_dtype: str,
-    frozen: Sequence[str] = (),
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> BlockModel:
+def load_blocks(config: Any, *, compute_dtype: str, frozen: Sequence[str] = ()) -> BlockModel:
     """A model's blocks without their weights."""
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
-    config = read_config(path, revision=revision, trust_remote_code=trust_remote_code)
     model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
         compute_dtype=compute_dtype,
@@ -109,6 +104,7 @@ class Trainer:
     ) -> None:
         check_run(
             model=config.model_name_or_path,
+            tokenizer=config.tokenizer_name,
             train_files=config.train_files,
             eval_files=config.eval_files,
             output_dir=config.output_dir,
@@ -119,20 +115,9 @@ class Trainer:
         self.compute_dtype = config.dtype
         if config.dtype == "auto":
             self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.model = load_blocks(
-            config.model_name_or_path,
-            compute_dtype=self.compute_dtype,
-            frozen=config.frozen,
-            revision=config.model_revision,
-            trust_remote_code=config.trust_remote_code,
-        )
+        self.model, self.tokenizer = self._load_model_and_tokenizer()
         if config.model_init == "pretrained":
             checkpoint_files(local_directory(config.model_name_or_path, config.model_revision))
-        self.tokenizer = load_tokenizer(
-            config.model_name_or_path,
-            revision=config.model_revision,
-            chat_template=config.chat_template_path,
-        )
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -149,6 +134,27 @@ class Trainer:
         self.options = self._engine_options()
         self._check_memory()
 
+    def _load_model_and_tokenizer(self) -> tuple[BlockModel, Tokenizer]:
+        config, own = self.config, self.config.tokenizer_name is None
+        model_config = read_config(
+            config.model_name_or_path,
+            revision=config.model_revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+        tokenizer = load_tokenizer(
+            config.tokenizer_name or config.model_name_or_path,
+            revision=config.model_revision if own else None,
+            chat_template=config.chat_template_path,
+        )
+        if config.model_init == "random" and not own:
+            set_special_tokens(
+                model_config,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        model = load_blocks(model_config, compute_dtype=self.compute_dtype, frozen=config.frozen)
+        return model, tokenizer
+
     def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
         config = self.config
         options = DataOptions(
@@ -158,6 +164,7 @@ class Trainer:
             completion_column=config.completion_column,
             completion_only_loss=config.completion_only_loss,
             assistant_only_loss=config.assistant_only_loss,
+            vocab_size=self.model.vocab_size,
         )
         rows: TokenizedRows = load_rows(config.train_files, self.tokenizer, options)
         held_out: Sequence[Row] = []
@@ -353,7 +360,8 @@ def evaluate_model(
     check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    model = load_blocks(model_path, compute_dtype=dtype)
+    model = load_blocks(read_config(model_path), compute_dtype=dtype)
+    options = replace(options, vocab_size=model.vocab_size)
     rows = load_rows(files, load_tokenizer(model_path), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)

@@ -52,7 +52,7 @@ MORE: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 99},
     "opt": SMALL | {"ffn_dim": 96, "word_embed_proj_dim": 32, "max_position_embeddings": 32},
     "ctrl": GPT2 | {"dff": 48, "n_head": 4},  # a bias beside a weight that is tied
-    "gpt2_deep": GPT2 | {"n_layer": 12, "n_embd": 64},
+    "gpt2_deep": GPT2 | {"n_layer": 6, "n_embd": 64},
 }
 NAMES = ["llama", "llama_tied", "qwen2", "gemma2", "mixtral", "gpt2", *MORE]
 

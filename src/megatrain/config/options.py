@@ -21,6 +21,7 @@ GROUPS = {
 OWN_KEYS = frozenset(
     {
         "model_init",
+        "tokenizer_name",
         "frozen",
         "train_files",
         "eval_files",
@@ -57,6 +58,11 @@ class TrainConfig(BaseModel):
     model_revision: str | None = Field(None, description="Revision of a model id.")
     model_init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights, or draw them as the model's own code would."
+    )
+    tokenizer_name: str | None = Field(
+        None,
+        description="Directory or id of a model whose tokenizer to use (and to save), if not"
+        " model_name_or_path. With model_init: random its begin and end tokens become the model's.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",

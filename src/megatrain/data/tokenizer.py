@@ -13,6 +13,7 @@ from megatrain.errors import UserError
 class Tokenizer(Protocol):
     """What the data room uses of a transformers tokenizer."""
 
+    bos_token_id: int | None
     eos_token_id: int | None
     chat_template: Any
     is_fast: bool
@@ -45,6 +46,11 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    asked = f"the tokenizer of {model_path}"
+    change = (
+        "name a model that has one with tokenizer_name, or copy tokenizer.json and"
+        " tokenizer_config.json into the directory"
+    )
     template = None if chat_template is None else _template_text(chat_template)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -53,10 +59,16 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            asked=f"the tokenizer of {model_path}",
+            asked=asked,
             found=f"none that loads ({lines[0].strip().rstrip('.:')})",
-            change="copy tokenizer.json and tokenizer_config.json into the model directory",
+            change=change,
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # built of a config.json alone
+        raise UserError(
+            asked=asked,
+            found="no token beside the special ones: its files are not there",
+            change=change,
+        )
     if template is not None:
         tokenizer.chat_template = template
     loaded: Tokenizer = tokenizer

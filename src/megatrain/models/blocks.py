@@ -95,6 +95,11 @@ class BlockModel:
         """Parameters, tied ones counted once."""
         return sum(block.layout.num_params for block in self.blocks)
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the embedding has rows for."""
+        return int(self.config.get_text_config().vocab_size)
+
     def move_buffers(self, device: torch.device) -> None:
         """Move every buffer to the compute device."""
         for module in self.hf_model.modules():

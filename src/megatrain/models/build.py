@@ -50,6 +50,16 @@ def read_config(
     return config
 
 
+def set_special_tokens(config: Any, *, bos_token_id: int | None, eos_token_id: int | None) -> None:
+    """Make a model that is yet to be built begin and end texts as its tokenizer does.
+
+    It gets no padding token: training needs none, and the embedding of one would never be trained.
+    """
+    text_config = config.get_text_config()
+    text_config.bos_token_id, text_config.eos_token_id = bos_token_id, eos_token_id
+    text_config.pad_token_id = None
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Every parameter that a module registers becomes a meta tensor at once."""
