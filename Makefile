@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-gpu bench docs
+.PHONY: help demo test check test-models test-gpu bench docs models
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -22,13 +22,16 @@ demo: $(READY) ## fine-tune a real model on real text, then load it with transfo
 	$(BIN)/python scripts/demo.py
 
 test: $(READY) ## all tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests --ignore tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not matrix' tests --ignore tests/gpu
 
 check: $(READY) ## lint, format, types, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+test-models: $(READY) ## every causal LM that transformers has; a part with SHARD=1/4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m matrix tests/models
 
 test-gpu: ## tests that need CUDA, with the python that has it
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu
@@ -38,3 +41,6 @@ bench: $(READY) ## the host's AdamW sweep against its memory floor
 
 docs: $(READY) ## generate docs/config.md
 	$(BIN)/python scripts/generate_config_docs.py
+
+models: $(READY) ## generate docs/models.md
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/generate_models_docs.py

@@ -25,9 +25,8 @@ from megatrain.engine import Engine, EngineOptions
 from megatrain.engine.microbatch import make_micro_batch, split_rows
 from megatrain.engine.worker import AdamWOptions
 from megatrain.memory import BlockStore
-from megatrain.models import read_config
+from megatrain.models.load import load_blocks
 from megatrain.models.weights import LoadReport, load_block_weights
-from megatrain.trainer import load_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gsm8k_parity.jsonl"
@@ -38,7 +37,7 @@ NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(
 
 def streamed(steps: list[list[Any]]) -> list[float]:
     """Losses of this engine."""
-    model = load_blocks(read_config(MODEL), compute_dtype="float32")
+    model = load_blocks(MODEL, compute_dtype="float32").model
     store = BlockStore([block.layout for block in model.blocks], device=torch.device("cpu"))
     for index, tensors in load_block_weights(model, MODEL, LoadReport()):
         store.write(index, tensors)

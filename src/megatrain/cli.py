@@ -58,7 +58,7 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="Model directory.")],
+    model: Annotated[str, typer.Argument(help="Model directory, or id.")],
     files: Annotated[list[str], typer.Argument(help="Data files, folders or globs.")],
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
@@ -77,6 +77,8 @@ def evaluate(
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")
     ] = "auto",
+    model_revision: Annotated[str | None, typer.Option(help="Revision of a model id.")] = None,
+    cache_dir: Annotated[str | None, typer.Option(help="The Hub's cache.")] = None,
 ) -> None:
     """Print token-weighted loss and perplexity of a model on files, as one JSON line."""
     check_model(model)
@@ -91,7 +93,15 @@ def evaluate(
     )
     from megatrain.trainer import describe, evaluate_model
 
-    result = evaluate_model(model, files, options=options, batch_size=batch_size, device=device)
+    result = evaluate_model(
+        model,
+        files,
+        options=options,
+        batch_size=batch_size,
+        device=device,
+        revision=model_revision,
+        cache_dir=cache_dir,
+    )
     typer.echo(describe(result))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging as transformers_logging
 
 from megatrain.checkpoint import save_model
 from megatrain.config import TrainConfig
@@ -20,8 +19,11 @@ from megatrain.data import (
     Row,
     StepSampler,
     TokenizedRows,
+    extend_tokenizer,
     load_rows,
     load_tokenizer,
+    num_token_ids,
+    special_token_ids,
     split_rows,
 )
 from megatrain.data.tokenizer import Tokenizer
@@ -31,11 +33,11 @@ from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
-from megatrain.models import BlockModel, build_on_meta, read_config, split_model
-from megatrain.models.build import set_special_tokens
+from megatrain.models.hub import fetch_weights, model_directory
 from megatrain.models.initialise import init_block_weights
-from megatrain.models.proof import prove
-from megatrain.models.weights import LoadReport, checkpoint_files, load_block_weights
+from megatrain.models.load import LoadedBlocks, load_blocks
+from megatrain.models.selection import Selection
+from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
@@ -66,27 +68,6 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
-def load_blocks(config: Any, *, compute_dtype: str, frozen: Sequence[str] = ()) -> BlockModel:
-    """A model's blocks without their weights."""
-    transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
-    model = split_model(
-        build_on_meta(config, compute_dtype=compute_dtype),
-        compute_dtype=compute_dtype,
-        frozen=frozen,
-    )
-    prove(config)
-    return model
-
-
-def local_directory(path: str, revision: str | None) -> Path:
-    """The directory of a model: itself, or a download of a model id."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(path, revision=revision))
-
-
 class Trainer:
     """Trains a model as a config says.
 
@@ -115,9 +96,17 @@ class Trainer:
         self.compute_dtype = config.dtype
         if config.dtype == "auto":
             self.compute_dtype = "bfloat16" if self.device.type == "cuda" else "float32"
-        self.model, self.tokenizer = self._load_model_and_tokenizer()
+        self.directory = model_directory(
+            config.model_name_or_path,
+            revision=config.model_revision,
+            cache_dir=config.cache_dir,
+            code=config.trust_remote_code,
+        )
+        self.tokenizer = self._load_tokenizer()
+        self.blocks = self._load_blocks()
+        self.model = self.blocks.model
         if config.model_init == "pretrained":
-            checkpoint_files(local_directory(config.model_name_or_path, config.model_revision))
+            fetch_weights(config.model_name_or_path, self.directory, cache_dir=config.cache_dir)
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -134,26 +123,33 @@ class Trainer:
         self.options = self._engine_options()
         self._check_memory()
 
-    def _load_model_and_tokenizer(self) -> tuple[BlockModel, Tokenizer]:
-        config, own = self.config, self.config.tokenizer_name is None
-        model_config = read_config(
-            config.model_name_or_path,
-            revision=config.model_revision,
-            trust_remote_code=config.trust_remote_code,
-        )
-        tokenizer = load_tokenizer(
-            config.tokenizer_name or config.model_name_or_path,
-            revision=config.model_revision if own else None,
-            chat_template=config.chat_template_path,
-        )
-        if config.model_init == "random" and not own:
-            set_special_tokens(
-                model_config,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+    def _load_tokenizer(self) -> Tokenizer:
+        config, directory = self.config, self.directory
+        if config.tokenizer_name is not None:
+            directory = model_directory(
+                config.tokenizer_name, key="tokenizer_name", cache_dir=config.cache_dir
             )
-        model = load_blocks(model_config, compute_dtype=self.compute_dtype, frozen=config.frozen)
-        return model, tokenizer
+        tokenizer = load_tokenizer(directory, chat_template=config.chat_template_path)
+        extend_tokenizer(
+            tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens
+        )
+        return tokenizer
+
+    def _load_blocks(self) -> LoadedBlocks:
+        config, overrides = self.config, dict(self.config.config_overrides)
+        if config.attn_implementation is not None:
+            overrides["attn_implementation"] = config.attn_implementation
+        if config.model_init == "random" and config.tokenizer_name is not None:
+            overrides = special_token_ids(self.tokenizer) | overrides
+        return load_blocks(
+            self.directory,
+            compute_dtype=self.compute_dtype,
+            selection=Selection(trainable=config.trainable, frozen=config.frozen),
+            trust_remote_code=config.trust_remote_code,
+            overrides=overrides,
+            num_tokens=num_token_ids(self.tokenizer),
+            multiple_of=config.pad_vocab_to_multiple_of,
+        )
 
     def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
         config = self.config
@@ -164,7 +160,6 @@ class Trainer:
             completion_column=config.completion_column,
             completion_only_loss=config.completion_only_loss,
             assistant_only_loss=config.assistant_only_loss,
-            vocab_size=self.model.vocab_size,
         )
         rows: TokenizedRows = load_rows(config.train_files, self.tokenizer, options)
         held_out: Sequence[Row] = []
@@ -211,6 +206,8 @@ class Trainer:
         log = RunLog(output)
         with Console(self.total_steps, quiet=self.quiet) as console:
             console.note(self._summary())
+            if self.blocks.grown:
+                console.note(self.blocks.grown)
             store = self._load_weights(console)
             engine = Engine(self.model, store, self.options, device=self.device, loss=self.loss)
             result = self._evaluate(engine, log, console, step=0)
@@ -248,8 +245,7 @@ class Trainer:
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
         else:
-            path = local_directory(config.model_name_or_path, config.model_revision)
-            source = load_block_weights(model, path, report, seed=config.seed)
+            source = self.blocks.weights(self.directory, report, seed=config.seed)
         first = next(source)  # a checkpoint that does not fit the model is refused here
         store = BlockStore([block.layout for block in model.blocks], device=self.device)
         for index, tensors in chain([first], source):
@@ -355,21 +351,25 @@ def evaluate_model(
     options: DataOptions,
     batch_size: int = 8,
     device: str = "auto",
+    revision: str | None = None,
+    cache_dir: str | None = None,
 ) -> EvalResult:
-    """Loss and perplexity of a model directory on files, streamed block by block."""
+    """Loss and perplexity of a model (directory or id) on files, streamed block by block."""
     check_model(model_path)
     chosen = choose_device(device)
     dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    model = load_blocks(read_config(model_path), compute_dtype=dtype)
+    directory = model_directory(model_path, revision=revision, cache_dir=cache_dir)
+    blocks = load_blocks(directory, compute_dtype=dtype)
+    model = blocks.model
+    fetch_weights(model_path, directory, cache_dir=cache_dir)
     options = replace(options, vocab_size=model.vocab_size)
-    rows = load_rows(files, load_tokenizer(model_path), options)
+    rows = load_rows(files, load_tokenizer(directory), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)
     need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, on_device=chosen.type == "cuda")
     store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    path = local_directory(model_path, None)
-    for index, tensors in load_block_weights(model, path, LoadReport()):
+    for index, tensors in blocks.weights(directory, LoadReport()):
         store.write(index, tensors)
     engine = Engine(model, store, engine_options, device=chosen)
     result = evaluate_rows(engine, rows, batch_size)

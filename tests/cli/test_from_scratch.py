@@ -9,8 +9,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatrain.config import make_config
+from megatrain.data import DataOptions
 from megatrain.errors import UserError
-from megatrain.trainer import Trainer
+from megatrain.trainer import Trainer, evaluate_model
+from tests.tokenizers_for_tests import save_tiny_model
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 SCRATCH: dict[str, Any] = {
@@ -66,17 +68,23 @@ def test_no_tokenizer_is_one_clear_error(model_type: str, workspace: Path) -> No
         trainer(model_name_or_path="bare", tokenizer_name=None)
 
 
-def test_tokens_that_the_model_lacks_are_refused_before_memory_is_taken(
-    shape: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_vocabulary_grows_to_the_tokenizer_and_never_shrinks(shape: Path) -> None:
+    config = json.loads((shape / "config.json").read_text())
+    for before, after in ((200, 262), (300, 300)):
+        (shape / "config.json").write_text(json.dumps(config | {"vocab_size": before}))
+        assert trainer().model.vocab_size == after
+
+
+def test_tokens_that_a_model_lacks_are_refused_before_memory_is_taken(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
+    save_tiny_model(workspace / "small", vocab_size=200, eos_token_id=2, bos_token_id=1)
     monkeypatch.setattr("megatrain.trainer.BlockStore", never)
-    config = json.loads((shape / "config.json").read_text())
-    (shape / "config.json").write_text(json.dumps(config | {"vocab_size": 200}))
     with pytest.raises(UserError, match=r"a\.txt: token 256, and a model that has 200 tokens"):
-        trainer().train()
+        evaluate_model("small", ["data/text"], options=DataOptions())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,7 @@ def test_tokens_that_the_model_lacks_are_refused_before_memory_is_taken(
     [
         ("./none", "tokenizer_name: ./none: no such directory"),
         ("data/train.jsonl", "a file, not a directory"),
-        ("none", "the tokenizer of none"),
+        ("none", "tokenizer_name: none"),
     ],
 )
 def test_a_tokenizer_that_is_not_there(name: str, message: str, shape: Path) -> None:

@@ -4,7 +4,7 @@ The reference is Hugging Face's model, `torch.optim.AdamW` and `clip_grad_norm_`
 micro-batch with gradients summed.  Names ending in T are tensors by parameter name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatrain.layout import Purpose
 from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import build_on_meta, split_model
+from megatrain.models.selection import Selection
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -88,6 +89,7 @@ def make_engine(
     *,
     compute_dtype: str = "float32",
     device: str = "cpu",
+    trainable: Sequence[str] = (),
     frozen: Sequence[str] = (),
     resident: frozenset[int] = frozenset(),
     options: EngineOptions | None = None,
@@ -97,7 +99,7 @@ def make_engine(
     model = split_model(
         build_on_meta(config, compute_dtype=compute_dtype),
         compute_dtype=compute_dtype,
-        frozen=frozen,
+        selection=Selection(trainable=trainable, frozen=frozen),
     )
     layouts = [block.layout for block in model.blocks]
     store = BlockStore(layouts, device=torch.device(device), resident=resident)
@@ -126,13 +128,13 @@ class Reference:
         learning_rate: float,
         max_grad_norm: float,
         rows_per_micro: int | None,
-        frozen: Sequence[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         self.model, self.max_grad_norm, self.rows_per_micro = model, max_grad_norm, rows_per_micro
         patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
         decayed = set(get_parameter_names(model, [nn.LayerNorm], patterns))
         for name, param in model.named_parameters():
-            param.requires_grad_(name not in frozen)
+            param.requires_grad_(param.requires_grad and name not in frozen)
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         groups = [
             {

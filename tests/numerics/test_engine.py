@@ -274,9 +274,9 @@ def test_without_clipping_a_non_finite_block_is_named_and_ends_the_run() -> None
     engine = make_engine(config, masters_of(reference_model(config)), options=options)
     inner = engine.model.layer
 
-    def layer(index: int, params: Any, x: Tensor, call: Any) -> Tensor:
-        y = inner(index, params, x, call)
-        return _InfiniteGradient.apply(y) if index == 1 else y
+    def layer(index: int, *args: Any) -> Any:
+        y, written = inner(index, *args)
+        return _InfiniteGradient.apply(y) if index == 1 else y, written
 
     engine.model.layer = layer  # type: ignore[method-assign]
     before = engine_state(engine, Purpose.WEIGHT)

@@ -47,12 +47,12 @@ def break_layer(engine: Engine, index: int, error: type[BaseException]) -> list[
     """Make one layer raise in backward; returns weak references to what layers put out before."""
     inner, seen = engine.model.layer, []
 
-    def layer(at: int, params: Any, x: Tensor, call: Any) -> Tensor:
+    def layer(at: int, *args: Any) -> Any:
         if at == index and torch.is_grad_enabled():  # recompute
             raise error("broken on purpose")
-        y = inner(at, params, x, call)
+        y, written = inner(at, *args)
         seen.append(weakref.ref(y))
-        return y
+        return y, written
 
     engine.model.layer = layer  # type: ignore[method-assign]
     return seen

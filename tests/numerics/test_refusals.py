@@ -1,5 +1,7 @@
 """Models that blocks could not train exactly are refused by name; the others are proved."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,14 +55,63 @@ def test_a_parameter_shared_by_two_layers_is_refused() -> None:
         split_model(model, compute_dtype="float32")
 
 
-def test_an_argument_with_a_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def calls_of_layers(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[int, list[Tensor], dict[str, Any]], None]
+) -> None:
+    """Let `change(index, inputs so far, keyword arguments)` meddle with the call of each layer."""
+    inputs: list[Tensor] = []
+
+    class Meddling(torch.nn.ModuleList):
+        def __iter__(self) -> Any:
+            inputs.clear()
+            return (partial(self._call, i, layer) for i, layer in enumerate(super().__iter__()))
+
+        def _call(self, index: int, layer: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            inputs.append(hidden)
+            change(index, inputs, kwargs)
+            return layer(hidden, *args, **kwargs)
+
+        def __getitem__(self, key: Any) -> Any:
+            return self if isinstance(key, slice) else super().__getitem__(key)
+
+    monkeypatch.setattr(modeling_mistral.nn, "ModuleList", Meddling)
+
+
+def test_the_output_of_a_layer_before_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(index: int, inputs: list[Tensor], kwargs: dict[str, Any]) -> None:
+        kwargs["extra"] = inputs[1] if index == 3 else None
+
+    calls_of_layers(monkeypatch, change)
+    with pytest.raises(UserError, match="layer 3 takes the output of a layer before the last"):
+        split(made_up())
+
+
+def test_an_argument_computed_between_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(index: int, inputs: list[Tensor], kwargs: dict[str, Any]) -> None:
+        kwargs["extra"] = inputs[-1] * 2 if index == 2 else None
+
+    calls_of_layers(monkeypatch, change)
+    with pytest.raises(UserError, match="layer 2 takes an argument that is computed between"):
+        split(made_up())
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_head_that_takes_an_earlier_hidden_state_is_refused(
+    monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    inputs: list[Tensor] = []
+    calls_of_layers(
+        monkeypatch, lambda _index, seen, _kwargs: inputs.__setitem__(slice(None), seen)
+    )
     original = MistralModel.forward
 
-    def forward(self: Any, input_ids: Tensor, **kwargs: Any) -> Any:
-        return original(self, input_ids=input_ids, extra=self.embed_tokens(input_ids), **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + inputs[index]
+        return output
 
     monkeypatch.setattr(MistralModel, "forward", forward)
-    with pytest.raises(UserError, match="an argument beside its input with a gradient"):
+    with pytest.raises(UserError, match="its head takes more than the last"):
         split(made_up())
 
 
@@ -77,26 +128,21 @@ def test_state_kept_across_layers_is_found_by_the_proof(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(MistralDecoderLayer, "forward", forward)
     with pytest.raises(UserError, match=r"mistral.*(gradients differ|block by block)"):
-        prove(made_up())
+        prove(made_up(), compute_dtype="float32")
 
 
 def test_an_honest_model_without_a_test_of_its_own_is_proved() -> None:
-    prove(made_up())
-    prove(AutoConfig.for_model("qwen3", **{**SMALL, "head_dim": 8}))
+    prove(made_up(), compute_dtype="float32")
+    prove(AutoConfig.for_model("qwen3", **{**SMALL, "head_dim": 8}), compute_dtype="float32")
 
 
 def test_a_model_that_sees_later_tokens_is_refused() -> None:
     config = AutoConfig.for_model("bert", hidden_size=32, num_hidden_layers=2, vocab_size=99)
     with pytest.raises(UserError, match=r"bert.*later tokens"):
-        prove(config)
+        prove(config, compute_dtype="float32")
 
 
-def test_gemma3n_and_router_losses_are_refused_by_name() -> None:
-    config = AutoConfig.for_model("gemma3n_text")
-    model = build_on_meta(made_up(), compute_dtype="float32")
-    model.config = config
-    with pytest.raises(UserError, match=r"gemma3n_text.*share state"):
-        split_model(model, compute_dtype="float32")
+def test_router_losses_are_refused_by_name() -> None:
     mixtral = make_config("mixtral")
     mixtral.output_router_logits = True
     with pytest.raises(UserError, match="output_router_logits"):

@@ -87,7 +87,14 @@ def test_parameters_are_as_many_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIRST_OF_KIND.values())
 def test_every_kind_of_shape_can_be_trained_by_blocks(name: str) -> None:
-    prove(read_config(SHAPES / name))
+    prove(read_config(SHAPES / name), compute_dtype="float32")
+
+
+@pytest.mark.parametrize("name", FIRST_OF_KIND.values())
+def test_every_kind_takes_the_special_tokens_of_another_tokenizer(name: str) -> None:
+    tokens = {"bos_token_id": None, "eos_token_id": 5, "pad_token_id": None}
+    config = read_config(SHAPES / name, overrides=tokens)
+    assert {key: getattr(config, key) for key in tokens} == tokens
 
 
 @pytest.mark.parametrize("name", TABLE)

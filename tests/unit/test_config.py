@@ -21,7 +21,13 @@ SFT_CONFIG = """
     model_init_kwargs packing packing_strategy pad_to_multiple_of pad_token padding_free
     shuffle_dataset truncation_mode
 """.split()  # noqa: SIM905  a list of twenty strings is harder to compare
-MODEL_CONFIG = {"model_name_or_path", "model_revision", "dtype", "trust_remote_code"}
+MODEL_CONFIG = {
+    "model_name_or_path",
+    "model_revision",
+    "dtype",
+    "trust_remote_code",
+    "attn_implementation",
+}
 """Of TRL's ModelConfig."""
 
 NOT_AS_TRANSFORMERS_HAS_IT = {"save_strategy", "save_steps"}
@@ -66,6 +72,24 @@ def training_arguments() -> dict[str, Any]:
         ({"eval_steps": 5}, "eval_steps needs"),
         ({"allow_nonfinite_blocks": True}, "needs max_grad_norm: 0"),
         ({"chat_template_path": "models/base"}, "ends in .jinja"),
+        ({"attn_implementation": "flash_attention_2"}, "needs the flash-attn package; use eager"),
+        ({"attn_implementation": "flex_attention"}, "must be compiled"),
+        ({"attn_implementation": "sdpaa"}, "no such attention here; use eager or sdpa"),
+        ({"config_overrides": {"attn_implementation": 5}}, "not a name; use eager or sdpa"),
+        (
+            {"config_overrides": {"attn_implementation": "sdpa"}, "attn_implementation": "sdpa"},
+            "stands in config_overrides too",
+        ),
+        ({"config_overrides": "a"}, "config_overrides: .*dictionary"),
+        ({"config_overrides": "a=[,b=1"}, "config_overrides: .*dictionary"),
+        ({"add_tokens": ["a", ""]}, "a token is not empty"),
+        ({"add_tokens": "a,,b"}, "a token is not empty"),
+        ({"add_tokens": ["a"], "add_special_tokens": ["a", "b"]}, "add_special_tokens: a"),
+        ({"pad_vocab_to_multiple_of": 0}, "greater than or equal to 1"),
+        ({"resize_token_embeddings_to_32x": True}, "pad_vocab_to_multiple_of: 32"),
+        ({"rope_scaling": "linear"}, "use config_overrides: {rope_parameters"),
+        ({"flash_attn": "fa2"}, "use attn_implementation"),
+        ({"shrink_embeddings": True}, "never shrinks"),
         ({"deepspeed": "z3.json"}, "does its own offload"),
         ({"fp16": True}, "use dtype"),
         ({"optim": "sgd"}, "the optimizer is AdamW"),
@@ -111,6 +135,20 @@ def test_what_yaml_reads_otherwise_is_fitted() -> None:
     assert config.train_files == ["one.txt"]
     assert isinstance(config.max_grad_norm, float)
     assert config.host_memory == "1000000000"
+
+
+def test_tokens_and_config_overrides_in_the_spellings_of_others() -> None:
+    values = {"new_special_tokens": "<a>, <b>", "tokens": ["c,d"], "resize_vocab": True}
+    config, notices = make_config(NEEDED | values | {"config_overrides": "a=1,b=false,c=x,d=1e-3"})
+    assert (config.add_special_tokens, config.add_tokens) == (["<a>", "<b>"], ["c,d"])
+    assert config.config_overrides == {"a": 1, "b": False, "c": "x", "d": 1e-3}
+    assert len(notices) == 3
+    for typed in (
+        ["--config_overrides", '{"a": {"b": 1e-6}}'],
+        ["config_overrides={a: {b: 1e-6}}"],
+    ):
+        config, _ = make_config(NEEDED | parse_overrides(typed))
+        assert config.config_overrides == {"a": {"b": 1e-6}}
 
 
 def test_overrides_in_three_spellings() -> None:

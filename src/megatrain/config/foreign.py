@@ -33,6 +33,11 @@ SYNONYMS = {
     "validation_file": "eval_files",
     "val_set_size": "eval_split",
     "chat_template_jinja": "chat_template_path",
+    "revision_of_model": "model_revision",
+    "overrides_of_model_config": "config_overrides",
+    "new_special_tokens": "add_special_tokens",
+    "tokens": "add_tokens",
+    "make_vocab_size_divisible_by": "pad_vocab_to_multiple_of",
 }
 """Names that LLaMA-Factory, Axolotl, older TRL and common scripts use for the same thing."""
 
@@ -124,8 +129,10 @@ _met("packing_strategy", "rows are not packed")
 _met("loss_type", "the loss is cross-entropy in chunks of tokens", "nll", "chunked_nll", None)
 _met("dataset_text_field", "text is read from the column of that name", "text")
 _met("stage", "dataset_format says what the rows are", "sft", "pt")
-_met("finetuning_type", "all parameters are trained", "full")
+_met("finetuning_type", "trainable and frozen say what is trained", "full", "freeze")
 _met("ddp_timeout", "there is one process")
+_met("resize_vocab", "the embedding grows when the tokenizer has tokens without a row", True)
+_met("mean_resizing_embeddings", "new rows are drawn around the mean of the old ones", True)
 
 _refused(
     "deepspeed fsdp fsdp_config accelerator_config parallelism_config",
@@ -182,7 +189,17 @@ _refused("skip_memory_metrics", "memory is printed before training, not traced",
 _refused("do_predict", "use megatrain eval afterwards")
 _refused("packing sample_packing eval_packing eval_sample_packing", "packing is not there yet")
 _refused("padding_free pad_to_multiple_of", "rows are padded to the longest of their micro-batch")
-_refused("model_init_kwargs dataset_kwargs", "use the flat keys of this config", {})
+_refused("model_init_kwargs", "use the flat keys of this config, or config_overrides", {})
+_refused("dataset_kwargs", "use the flat keys of this config", {})
+_refused("overrides_of_model_kwargs", "use config_overrides", {})
+_refused("rope_scaling", "use config_overrides: {rope_parameters: {rope_type: ..., factor: ...}}")
+_refused("flash_attn flash_attention", "use attn_implementation: sdpa", "auto", "sdpa")
+_refused("resize_token_embeddings_to_32x", "use pad_vocab_to_multiple_of: 32")
+_refused("special_tokens", "use add_special_tokens, a list", {})
+_refused("shrink_embeddings", "the vocabulary never shrinks")
+_refused("freeze_trainable_layers", "use trainable: ['layers[-N:]']")
+_refused("freeze_trainable_modules freeze_extra_modules", "use trainable, patterns", "all")
+_refused("unfrozen_parameters", "use trainable: globs over parameter names", [])
 _refused("eos_token", "the tokenizer's own end-of-sequence token is used")
 _refused("activation_offloading", "activations stay on the device so far")
 _refused("load_in_8bit load_in_4bit quantization_bit", "training is at full precision")

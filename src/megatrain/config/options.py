@@ -22,6 +22,12 @@ OWN_KEYS = frozenset(
     {
         "model_init",
         "tokenizer_name",
+        "cache_dir",
+        "config_overrides",
+        "add_tokens",
+        "add_special_tokens",
+        "pad_vocab_to_multiple_of",
+        "trainable",
         "frozen",
         "train_files",
         "eval_files",
@@ -43,6 +49,21 @@ OWN_KEYS = frozenset(
 """Keys that neither TrainingArguments nor TRL's SFTConfig and ModelConfig have."""
 
 
+ATTENTION = ("eager", "sdpa")
+NO_ATTENTION = {
+    "flash_attention_2": "it needs the flash-attn package",
+    "flash_attention_3": "it needs the flash-attn package",
+    "flex_attention": "it must be compiled, and blocks are not so far",
+}
+"""Attention that transformers has and megatrain does not, and why."""
+
+
+def _check_attention(value: Any) -> None:
+    if value not in ATTENTION:
+        why = NO_ATTENTION.get(value, "no such attention here") if isinstance(value, str) else ""
+        raise ValueError(f"{why or 'not a name'}; use {' or '.join(ATTENTION)}")
+
+
 class TrainConfig(BaseModel):
     """Options of `megatrain train`."""
 
@@ -56,6 +77,9 @@ class TrainConfig(BaseModel):
 
     model_name_or_path: str = Field(description="Directory of a Hugging Face model, or its id.")
     model_revision: str | None = Field(None, description="Revision of a model id.")
+    cache_dir: str | None = Field(
+        None, description="Where downloaded models are kept; default: HF_HUB_CACHE."
+    )
     model_init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights, or draw them as the model's own code would."
     )
@@ -69,12 +93,33 @@ class TrainConfig(BaseModel):
         description="dtype of weights and activations; auto: bfloat16 on a GPU, float32 on the"
         " CPU. Masters and moments are fp32 either way.",
     )
-    frozen: list[str] = Field(
+    trainable: list[str] = Field(
         default_factory=list,
-        description="Glob patterns over parameter names; what matches is not trained and costs"
-        " no optimizer state.",
+        description="Train only what matches: globs over parameter names (*norm*), layers[-4:],"
+        " embed, head. The rest costs no optimizer state, and no backward below it.",
+    )
+    frozen: list[str] = Field(
+        default_factory=list, description="Patterns of the same kinds; what matches is not trained."
     )
     trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
+    attn_implementation: str | None = Field(
+        None, description="Attention code of transformers: eager or sdpa; default: its own choice."
+    )
+    config_overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Changes to the model's config, by its own keys, or as a=1,b=2.",
+    )
+    add_tokens: list[str] = Field(
+        default_factory=list,
+        description="Ordinary tokens to add to the tokenizer; the embedding grows if it must.",
+    )
+    add_special_tokens: list[str] = Field(
+        default_factory=list,
+        description="The same for special tokens: never split, left out of decoded text.",
+    )
+    pad_vocab_to_multiple_of: int | None = Field(
+        None, ge=1, description="Round the rows of embedding and head up to a multiple of this."
+    )
 
     train_files: list[str] = Field(
         min_length=1, description="Files, folders or globs (.jsonl, .json, .txt)."
@@ -175,15 +220,43 @@ class TrainConfig(BaseModel):
             raise ValueError("give a positive number, or -1 to count epochs")
         return value
 
+    @field_validator("attn_implementation")
+    @classmethod
+    def _is_attention_that_is_there(cls, value: str | None) -> str | None:
+        if value is not None:
+            _check_attention(value)
+        return value
+
+    @field_validator("config_overrides")
+    @classmethod
+    def _has_attention_that_is_there(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "attn_implementation" in value:
+            _check_attention(value["attn_implementation"])
+        return value
+
+    @field_validator("add_tokens", "add_special_tokens")
+    @classmethod
+    def _are_tokens(cls, value: list[str]) -> list[str]:
+        if not all(value):
+            raise ValueError("a token is not empty")
+        return value
+
     @field_validator("chat_template_path")
     @classmethod
     def _is_a_template_file(cls, value: str | None) -> str | None:
         if value is not None and not value.endswith(".jinja"):
-            raise ValueError("give a file whose name ends in .jinja")
+            raise ValueError(
+                "give a file whose name ends in .jinja (what a tokenizer's chat_template.jinja"
+                " needs beside it: add_special_tokens)"
+            )
         return value
 
     @model_validator(mode="after")
     def _has_no_key_without_effect(self) -> "TrainConfig":
+        if self.attn_implementation is not None and "attn_implementation" in self.config_overrides:
+            raise ValueError("attn_implementation stands in config_overrides too: keep one")
+        if twice := set(self.add_tokens) & set(self.add_special_tokens):
+            raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
         if self.eval_files and self.eval_split:
             raise ValueError("eval_files and eval_split exclude each other")
         if self.eval_steps is not None and not (self.eval_files or self.eval_split):

@@ -5,6 +5,7 @@ is met by design is reported.  Nothing heavy is imported.
 """
 
 import difflib
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from megatrain.errors import UserError
 
 SIZES = ("max_shard_size", "host_memory")
 """Keys whose value may be a plain number of bytes."""
+TOKENS = ("add_tokens", "add_special_tokens")
+"""Keys whose value may be a list with commas, as LLaMA-Factory has it."""
+SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -205,11 +209,33 @@ def _fit_type(name: str, value: Any) -> Any:
             return value
     if annotation is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if name in TOKENS and isinstance(value, str):
+        return [token.strip() for token in value.split(",")]
     if annotation == list[str] and isinstance(value, str):
         return [value]
+    if annotation == dict[str, Any]:
+        return _numbers(_pairs(value) if isinstance(value, str) else value)
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _numbers(value: Any) -> Any:
+    """The same with texts such as `1e-5`, which YAML takes for text, as numbers."""
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    return float(value) if isinstance(value, str) and SCIENTIFIC.fullmatch(value) else value
+
+
+def _pairs(text: str) -> dict[str, Any] | str:
+    """`a=1,b=2`, as Hugging Face's run_clm has it; values are YAML. Anything else is left."""
+    pairs = [item.partition("=") for item in text.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        return text
+    try:
+        return {key.strip(): yaml.load(value, Loader=_StrictLoader) for key, _, value in pairs}
+    except yaml.YAMLError:
+        return text
 
 
 def _one_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ Promise: a directory is read from the disk alone, the network is never asked.  A
 not needed: rows are padded on the right with any token, unsupervised.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,12 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """A conversation as the text that the model was trained on."""
+
+    def add_tokens(self, new_tokens: list[str], special_tokens: bool = False) -> int:
+        """Give new tokens ids behind the others; returns how many were new."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Id of every token, added ones included."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> str:
         """Text of token ids."""
@@ -73,6 +80,37 @@ def load_tokenizer(
         tokenizer.chat_template = template
     loaded: Tokenizer = tokenizer
     return loaded
+
+
+def extend_tokenizer(
+    tokenizer: Tokenizer, *, tokens: Sequence[str] = (), special_tokens: Sequence[str] = ()
+) -> None:
+    """Add tokens in the order given; what the tokenizer has already keeps its id.
+
+    Args:
+        tokenizer: changed in place, and saved with the model.
+        tokens: ordinary tokens.
+        special_tokens: such as are never split and are left out of decoded text.
+    """
+    tokenizer.add_tokens(list(special_tokens), special_tokens=True)
+    tokenizer.add_tokens(list(tokens))
+
+
+def num_token_ids(tokenizer: Tokenizer) -> int:
+    """Rows that an embedding needs for every id of the tokenizer."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """What the config of a model from scratch says of this tokenizer, by key.
+
+    No padding token: training needs none, and the embedding of one would never be trained.
+    """
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
 
 
 def _template_text(chat_template: str) -> str:

@@ -110,7 +110,7 @@ class Engine:
         lanes: how lists are run; chosen from the device and the options by default.
 
     Raises:
-        UserError: if nothing is trainable.
+        UserError: for options that make no sense.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Engine:
         return batches
 
     def _check_ids(self, rows: Sequence[Row]) -> None:
-        vocab_size = self.model.config.get_text_config().vocab_size
+        vocab_size = self.model.vocab_size
         highest = max(int(row.input_ids.max()) for row in rows)
         lowest = min(int(row.input_ids.min()) for row in rows)
         if lowest < 0 or highest >= vocab_size:
@@ -363,12 +363,6 @@ def _check_options(model: BlockModel, options: EngineOptions) -> str:
             asked=f"max_grad_norm={options.max_grad_norm}",
             found="no finite number from 0",
             change="use 0 to turn clipping off",
-        )
-    if not any(block.layout.trainable for block in model.blocks):
-        raise UserError(
-            asked="train with these frozen patterns",
-            found="no parameter left to train",
-            change="freeze less",
         )
     gradient_dtype = options.gradient_dtype or model.compute_dtype
     if model.compute_dtype == "float32" and gradient_dtype != "float32":

@@ -3,6 +3,7 @@
 Shape legend: B rows, T tokens, D hidden size, N supervised tokens of a chunk.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from megatrain.engine.randomness import keyed_randomness
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
-from megatrain.models import BlockModel, LayerCall
+from megatrain.models import BlockModel, CarriedTensors, LayerCall
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
 from megatrain.schedule import Op, OpKind, Space
 
@@ -45,6 +46,7 @@ class StepState:
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     streams: dict[int, Tensor] = field(default_factory=dict)
+    carried: dict[int, CarriedTensors] = field(default_factory=lambda: defaultdict(CarriedTensors))
     loss_sum: Tensor | None = None
     squares: dict[int, Tensor] = field(default_factory=dict)
     home_squares: dict[int, Tensor] = field(default_factory=dict)
@@ -148,19 +150,26 @@ class Worker:
         with self._random(state, op.block, micro):
             if op.block == 0:
                 ids_BT = state.micro_batches[micro].ids_BT
-                y_BTD, state.calls[micro] = self.model.prologue(params, ids_BT)
+                y_BTD, state.calls[micro], written = self.model.prologue(params, ids_BT)
             else:
                 x_BTD = state.boundaries[op.block, micro]
-                y_BTD = self._run_layer(state, op, params, x_BTD)
+                carried = state.carried[micro].before(op.block)
+                y_BTD, written = self._run_layer(state, op, params, x_BTD, carried)
+        state.carried[micro].add(op.block, written)
         state.boundaries[op.block + 1, micro] = y_BTD
         if op.block > 0 and (not state.training or op.block < self.lowest_trainable):
             del state.boundaries[op.block, micro]
 
     def _run_layer(
-        self, state: StepState, op: Op, params: dict[str, Tensor], x_BTD: Tensor
-    ) -> Tensor:
+        self,
+        state: StepState,
+        op: Op,
+        params: dict[str, Tensor],
+        x_BTD: Tensor,
+        carried: dict[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         index = op.block - 1
-        return self.model.layer(index, params, x_BTD, state.calls[op.micro][index])
+        return self.model.layer(index, params, x_BTD, state.calls[op.micro][index], carried)
 
     def _loss(self, state: StepState, op: Op) -> None:
         """Head forward, loss and, in training, backward; chunks of supervised tokens."""
@@ -229,25 +238,32 @@ class Worker:
         params, wanted = self._leaves(op, block)
         inputs = [params[name] for name in wanted]
         passes_on = block > self.lowest_trainable
+        carried = state.carried[micro].leaves(block, lowest_producer=self.lowest_trainable)
         with self._random(state, block, micro), torch.enable_grad():
             if block == 0:
-                y_BTD, _ = self.model.prologue(params, state.micro_batches[micro].ids_BT)
+                y_BTD, _, written = self.model.prologue(params, state.micro_batches[micro].ids_BT)
             else:
                 x_BTD = state.boundaries.pop((block, micro)).detach().requires_grad_(passes_on)
-                y_BTD = self._run_layer(state, op, params, x_BTD)
+                y_BTD, written = self._run_layer(state, op, params, x_BTD, carried)
                 if passes_on:
                     inputs.append(x_BTD)
-        stream_BTD = state.streams.pop(micro)
-        if not y_BTD.requires_grad:  # what is trained here is not reached: the sums stay zero
+        differentiable = {key: leaf for key, leaf in carried.items() if leaf.requires_grad}
+        inputs += differentiable.values()
+        outputs = {"": (y_BTD, state.streams.pop(micro))}
+        outputs |= state.carried[micro].gradients_of(block, written)
+        outputs = {key: pair for key, pair in outputs.items() if pair[0].requires_grad}
+        if not outputs:  # what is trained here is not reached: the sums stay zero
             return
-        gradients = torch.autograd.grad(y_BTD, inputs, grad_outputs=stream_BTD, allow_unused=True)
+        tensors, incoming = zip(*outputs.values(), strict=True)
+        gradients = list(torch.autograd.grad(tensors, inputs, incoming, allow_unused=True))
         sums = self._sums(block, op) if wanted else {}
-        for name, gradient in zip(wanted, gradients, strict=False):
+        for name in wanted:
+            gradient = gradients.pop(0)
             if gradient is not None:  # None: an expert or a branch that this batch never reached
                 sums[name].add_(gradient)
-        if passes_on:
-            assert gradients[-1] is not None
-            state.streams[micro] = gradients[-1]
+        if passes_on and block > 0:
+            state.streams[micro] = gradients.pop(0)
+        state.carried[micro].add_gradients(block, dict(zip(differentiable, gradients, strict=True)))
 
     @torch.no_grad()
     def _finish(self, state: StepState, op: Op) -> None:

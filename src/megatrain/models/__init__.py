@@ -2,12 +2,14 @@
 
 from megatrain.models.blocks import Block, BlockKind, BlockModel, LayerCall
 from megatrain.models.build import build_on_meta, read_config
+from megatrain.models.carried import CarriedTensors
 from megatrain.models.split import split_model
 
 __all__ = [
     "Block",
     "BlockKind",
     "BlockModel",
+    "CarriedTensors",
     "LayerCall",
     "build_on_meta",
     "read_config",

@@ -7,9 +7,11 @@ forward: the prologue stops at the last recorder, the epilogue starts there.  Pa
 arguments and are never stored; buffers are the model's own.
 """
 
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +19,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.layout import BlockLayout
+from megatrain.models.build import text_config
+from megatrain.models.carried import (
+    CarriedContainer,
+    CarriedTensor,
+    StandIn,
+    written_outputs,
+)
 from megatrain.models.recorder import (
     Chain,
     LayerCall,
@@ -71,12 +80,19 @@ class BlockModel:
     """Parameters of embed that the head uses too (tied embeddings)."""
     layer_outputs: tuple[tuple[Any, ...] | None, ...]
     """Per layer: None if it returns a tensor, else the items that follow the hidden state."""
+    carried: tuple[dict[int, str], ...]
+    """Per layer: position of a leaf in its call -> key of the carried tensor that it is."""
     random: bool
     """Whether anything random (dropout, jitter) happens in training mode."""
 
     @property
     def config(self) -> Any:
         return self.hf_model.config
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = text_config(self.config).vocab_size
+        return size
 
     @property
     def num_layers(self) -> int:
@@ -91,14 +107,14 @@ class BlockModel:
         return self.blocks[self.num_layers + 1]
 
     @property
+    def unused(self) -> tuple[Block, ...]:
+        """Parameters that no logit depends on; the forward may touch them all the same."""
+        return self.blocks[self.num_layers + 2 :]
+
+    @property
     def num_params(self) -> int:
         """Parameters, tied ones counted once."""
         return sum(block.layout.num_params for block in self.blocks)
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the embedding has rows for."""
-        return int(self.config.get_text_config().vocab_size)
 
     def move_buffers(self, device: torch.device) -> None:
         """Move every buffer to the compute device."""
@@ -111,7 +127,9 @@ class BlockModel:
         """Switch dropout and the like on or off."""
         self.hf_model.train(mode)
 
-    def prologue(self, params: Params, ids_BT: Tensor) -> tuple[Tensor, list[LayerCall]]:
+    def prologue(
+        self, params: Params, ids_BT: Tensor
+    ) -> tuple[Tensor, list[LayerCall], dict[str, Tensor]]:
         """Everything before the first layer.
 
         Args:
@@ -120,15 +138,17 @@ class BlockModel:
                 recurrence are causal, so a token never sees the padding behind it.
 
         Returns:
-            The first layer's hidden state (B, T, D) and the arguments of every layer.
+            The first layer's hidden state (B, T, D), the arguments of every layer, and the
+            carried tensors that the layers take from here, by key.
         """
         chain, calls, first = Chain(), [], []
+        written: dict[str, Tensor] = {}
 
         def on_call(index: int, hidden: Tensor, call: LayerCall) -> Any:
             chain.check(index, hidden)
             if index == 0:
                 first.append(hidden)
-            calls.append(call)
+            calls.append(self._with_stand_ins(index, call, written))
             if index == self.num_layers - 1:
                 raise PrologueDone
             return as_layer_output(self.layer_outputs[index], chain.hand_out(hidden))
@@ -141,9 +161,30 @@ class BlockModel:
             except PrologueDone:
                 pass
         assert len(calls) == self.num_layers, f"{len(calls)} of {self.num_layers} layers called"
-        return first[0], calls
+        return first[0], calls, written
 
-    def layer(self, index: int, params: Params, x_BTD: Tensor, call: LayerCall) -> Tensor:
+    def _with_stand_ins(self, index: int, call: LayerCall, written: dict[str, Tensor]) -> LayerCall:
+        """The call without what is computed anew in every step; the prologue's part is kept."""
+        keys = self.carried[index]
+        stand_ins: dict[int, StandIn] = {}
+        for position, leaf in enumerate(call.leaves):
+            if position in keys:
+                stand_ins[position] = CarriedTensor(key=keys[position])
+                if keys[position].startswith("prologue/"):
+                    written[keys[position]] = leaf
+            elif isinstance(leaf, UserDict):
+                name = next(key for key, value in call.kwargs.items() if value is leaf)
+                stand_ins[position] = CarriedContainer(cls=type(leaf), argument=name)
+        return call.replace_leaves(stand_ins) if stand_ins else call
+
+    def layer(
+        self,
+        index: int,
+        params: Params,
+        x_BTD: Tensor,
+        call: LayerCall,
+        carried: Mapping[str, Tensor],
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """One decoder layer.
 
         Args:
@@ -151,11 +192,27 @@ class BlockModel:
             params: the layer's parameters by full name.
             x_BTD: its input.
             call: what `prologue` recorded for it.
+            carried: what the blocks before it have written, the latest of each key.
+
+        Returns:
+            Its output, and the carried tensors that it writes.
         """
         prefix = f"{self.container_name}.{index}."
         local = {name.removeprefix(prefix): tensor for name, tensor in params.items()}
-        args, kwargs = call.bind(x_BTD)
-        return first_tensor(functional_call(self.container[index], local, args, kwargs))
+        resolved = {
+            leaf: leaf.resolve(carried) for leaf in call.leaves if isinstance(leaf, StandIn)
+        }
+        args, kwargs = call.bind(x_BTD, resolved)
+        output = functional_call(self.container[index], local, args, kwargs)
+        written = written_outputs(output, self._output_keys, carried)
+        for leaf, value in resolved.items():
+            if isinstance(leaf, CarriedContainer):
+                written |= leaf.written(value, carried)
+        return first_tensor(output), written
+
+    @cached_property
+    def _output_keys(self) -> frozenset[str]:
+        return frozenset(key for keys in self.carried for key in keys.values())
 
     def epilogue(self, params: Params, hidden_ND: Tensor) -> Tensor:
         """Everything behind the last layer, for one chunk of tokens.
@@ -172,7 +229,8 @@ class BlockModel:
             placed.name: torch.zeros((), dtype=_dtype(segment.dtype), device=device).expand(
                 placed.shape
             )
-            for segment in self.embed.layout.segments
+            for block in (self.embed, *self.unused)
+            for segment in block.layout.segments
             for placed in segment.params
             if placed.name not in params
         }

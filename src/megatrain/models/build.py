@@ -5,36 +5,46 @@ Parameters go to the meta device as they are registered; buffers (`inv_freq`,
 nothing else could reproduce them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
+from megatrain.models.overrides import override_config
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def read_config(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Any:
     """Read a model's `config.json` and check that it is a causal LM that transformers knows.
 
+    Args:
+        path: the model's directory.
+        trust_remote_code: run code that stands beside it.
+        overrides: values to change; see `override_config`.
+
     Raises:
-        UserError: if there is no readable config, or it is no causal language model.
+        UserError: if there is no readable config, it is no causal language model, or a value
+            cannot be changed.
     """
     asked = f"model_name_or_path={path}"
     try:
-        config = AutoConfig.from_pretrained(
-            str(path), revision=revision, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        stored, _ = PreTrainedConfig.get_config_dict(str(path))
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         found = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
             asked=asked,
@@ -47,17 +57,12 @@ def read_config(
             found=f"model type '{config.model_type}', which has no causal language model",
             change="choose a decoder-only causal language model",
         )
-    return config
+    return override_config(config, stored, overrides or {})
 
 
-def set_special_tokens(config: Any, *, bos_token_id: int | None, eos_token_id: int | None) -> None:
-    """Make a model that is yet to be built begin and end texts as its tokenizer does.
-
-    It gets no padding token: training needs none, and the embedding of one would never be trained.
-    """
-    text_config = config.get_text_config()
-    text_config.bos_token_id, text_config.eos_token_id = bos_token_id, eos_token_id
-    text_config.pad_token_id = None
+def text_config(config: Any) -> Any:
+    """The part of a config that describes the language model: itself, or a nested one."""
+    return config.get_text_config(decoder=True)
 
 
 @contextmanager
@@ -90,10 +95,17 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
         raise UserError(
             asked=f"train model type '{config.model_type}' with output_router_logits=true",
             found="router auxiliary losses, which need every layer's router at once",
-            change="set output_router_logits to false in the model's config.json",
+            change="set config_overrides: {output_router_logits: false}",
         )
-    with no_init_weights(), _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])
+    try:
+        with no_init_weights(), _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])
+    except ValueError as error:
+        raise UserError(
+            asked=f"build model type '{config.model_type}' as its config says",
+            found=" ".join(str(error).split()).rstrip("."),
+            change="look at config_overrides, attn_implementation and the model's config.json",
+        ) from error
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"

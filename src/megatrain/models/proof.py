@@ -6,7 +6,6 @@ small model of the same kind is run forward and backward as a whole and block by
 gradient is compared.  Price: a second or two at load, only for architectures not in `TESTED`.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -17,61 +16,37 @@ from transformers import AutoModelForCausalLM
 from megatrain.errors import UserError
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta
+from megatrain.models.carried import CarriedTensors
+from megatrain.models.shrink import small_configs
 from megatrain.models.split import split_model
 
 TESTED = frozenset({"llama", "qwen2", "gemma2", "mixtral", "gpt2"})
 """Model types whose every gradient, master and moment the tests compare with plain PyTorch."""
 
-# Sizes of the instance; each is set where the config has it and it is larger.  Which of them fit
-# together differs between architectures: the attempts below are tried in turn.
-SMALL_SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-}
-GROUPED_HEADS = {"num_key_value_heads": 2, "head_dim": 16}
-LATENT_HEADS = {"num_key_value_heads": 4}
-STATE_SPACE = {
-    "num_heads": 8,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "n_groups": 1,
-    "mamba_n_groups": 1,
-    "state_size": 16,
-    "mamba_d_state": 16,
-}
-ATTEMPTS: tuple[dict[str, int], ...] = (
-    SMALL_SIZES | GROUPED_HEADS,
-    SMALL_SIZES | GROUPED_HEADS | STATE_SPACE,
-    SMALL_SIZES | LATENT_HEADS,
-    {"vocab_size": 128},
-)
-NUM_LAYERS = 4
 MAX_PARAMS = 300_000_000
 """Largest instance that is tried when only the depth can be reduced."""
 TOLERANCE = 1e-4
 """Of the largest gradient of a tensor: fp32 summation order."""
 
 
-def prove(config: Any) -> None:
+def prove(config: Any, *, compute_dtype: str) -> None:
     """Return if blocks of this architecture are exact, at once if the tests cover it.
+
+    Args:
+        config: a transformers config.
+        compute_dtype: gradients are compared in fp32; for "bfloat16" transformers' own forward is
+            tried in it too.
 
     Raises:
         UserError: if they are not, or no small instance can be built.
     """
-    if config.model_type in TESTED:
-        return
-    for sizes in ATTEMPTS:
-        small = shrink(config, sizes)
+    if config.model_type not in TESTED:
+        prove_instance(config, compute_dtype=compute_dtype)
+
+
+def prove_instance(config: Any, *, compute_dtype: str) -> None:
+    """As `prove`, whether or not the tests cover the architecture."""
+    for small in small_configs(config):
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
@@ -84,31 +59,14 @@ def prove(config: Any) -> None:
             continue  # these sizes do not fit together in this architecture
         _check_causal(small, model)
         _compare(small, model, expected)
+        if compute_dtype == "bfloat16":
+            _check_bfloat16(small)
         return
     raise UserError(
         asked=f"train model type '{config.model_type}'",
         found="an architecture without a test, of which no small instance could be built",
         change="report this model type so that a test can be added",
     )
-
-
-def shrink(config: Any, sizes: dict[str, int]) -> Any:
-    """A copy of the config with few layers and the sizes named made small."""
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    depth = min(NUM_LAYERS, text.num_hidden_layers)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:depth])  # per-layer lists such as layer_types
-    text.num_hidden_layers = depth
-    for name, size in sizes.items():
-        value = getattr(text, name, None)
-        if isinstance(value, int) and value > size:
-            setattr(text, name, size)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(text, name, None) is not None:
-            setattr(text, name, 0)
-    return small
 
 
 def _ids() -> Tensor:
@@ -140,6 +98,19 @@ def _check_causal(config: Any, model: Any) -> None:
             found="a model whose tokens see later tokens",
             change="choose a decoder-only causal language model",
         )
+
+
+def _check_bfloat16(config: Any) -> None:
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            model(input_ids=_ids(), use_cache=False)
+    except RuntimeError as error:
+        raise UserError(
+            asked=f"train model type '{config.model_type}' with dtype=bfloat16",
+            found=f"transformers' own forward fails in it ({error})",
+            change="use dtype: float32",
+        ) from error
 
 
 def _compare(config: Any, model: Any, expected: dict[str, Tensor]) -> None:
@@ -176,23 +147,38 @@ def _gradients_by_blocks(blocks: BlockModel, params: dict[str, Tensor]) -> dict[
         {p.name: params[p.name].clone().requires_grad_(True) for p in block.layout.params}
         for block in blocks.blocks
     ]
+    carried = CarriedTensors()
     with torch.no_grad():
-        embedded, calls = blocks.prologue(of_block[0], ids)
+        embedded, calls, written = blocks.prologue(of_block[0], ids)
+        carried.add(0, written)
         inputs = [embedded]
-        for index, call in enumerate(calls):
-            inputs.append(blocks.layer(index, of_block[index + 1], inputs[-1], call))
+        for block, call in enumerate(calls, start=1):
+            y, written = blocks.layer(
+                block - 1, of_block[block], inputs[-1], call, carried.before(block)
+            )
+            carried.add(block, written)
+            inputs.append(y)
     hidden = inputs.pop().requires_grad_(True)
     head = of_block[blocks.head.index] | {name: of_block[0][name] for name in blocks.shared}
     logits = torch.stack([blocks.epilogue(head, row) for row in hidden])
     F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
     gradient = hidden.grad
-    for index in reversed(range(blocks.num_layers)):
-        x = inputs[index].detach().requires_grad_(True)
-        blocks.layer(index, of_block[index + 1], x, calls[index]).backward(gradient)
+    for block in reversed(range(1, blocks.num_layers + 1)):
+        x = inputs[block - 1].detach().requires_grad_(True)
+        read = carried.leaves(block, lowest_producer=0)
+        y, written = blocks.layer(block - 1, of_block[block], x, calls[block - 1], read)
+        _backward([(y, gradient), *carried.gradients_of(block, written).values()])
         gradient = x.grad
-    blocks.prologue(of_block[0], ids)[0].backward(gradient)
+        carried.add_gradients(block, {key: leaf.grad for key, leaf in read.items()})
+    y, _, written = blocks.prologue(of_block[0], ids)
+    _backward([(y, gradient), *carried.gradients_of(0, written).values()])
     return {
         name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
         for leaves in of_block
         for name, leaf in leaves.items()
     }
+
+
+def _backward(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
+    tensors, gradients = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
+    torch.autograd.backward(tensors, gradients)

@@ -6,13 +6,16 @@ checks what the block view of a model takes for granted: that the hidden state w
 layer *is* the one that the layer before it returned.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megatrain.models.carried import StandIn
 
 
 class BetweenLayersError(Exception):
@@ -33,13 +36,34 @@ class LayerCall:
     hidden_key: int | str
     """Position or keyword of the hidden state."""
 
-    def bind(self, hidden_BTD: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with the hidden state put back."""
+    def bind(
+        self, hidden_BTD: Tensor, substitutes: Mapping[StandIn, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the hidden state put back, and a value for every stand-in."""
+
+        def put_back(leaf: Any) -> Any:
+            return substitutes[leaf] if isinstance(leaf, StandIn) else leaf
+
+        args, kwargs = pytree.tree_map(put_back, (self.args, self.kwargs))
         if isinstance(self.hidden_key, int):
-            args = list(self.args)
-            args[self.hidden_key] = hidden_BTD
-            return tuple(args), self.kwargs
-        return self.args, {**self.kwargs, self.hidden_key: hidden_BTD}
+            args = (*args[: self.hidden_key], hidden_BTD, *args[self.hidden_key + 1 :])
+        else:
+            kwargs = {**kwargs, self.hidden_key: hidden_BTD}
+        return args, kwargs
+
+    def replace_leaves(self, replacements: Mapping[int, Any]) -> "LayerCall":
+        """The same call with some of its leaves, by position in the flattened call, replaced."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
+        for position, leaf in replacements.items():
+            leaves[position] = leaf
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return LayerCall(args=args, kwargs=kwargs, hidden_key=self.hidden_key)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """Everything in the arguments that is no tuple, list or dict."""
+        leaves: list[Any] = pytree.tree_leaves((self.args, self.kwargs))
+        return leaves
 
 
 def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerCall]:
@@ -85,25 +109,40 @@ def recorders_in(container: nn.ModuleList, on_call: OnCall) -> Iterator[None]:
         container._modules.update(layers)
 
 
+def _same_elements(hidden: Tensor, other: Tensor | None) -> bool:
+    """Whether both are the same tensor or a full view of it (gemma4 slices with `0:`)."""
+    if hidden is other or other is None:
+        return hidden is other
+    return (
+        hidden.data_ptr() == other.data_ptr()
+        and hidden.shape == other.shape
+        and hidden.stride() == other.stride()
+        and hidden.dtype == other.dtype
+        and not hidden.is_neg()
+        and not hidden.is_conj()
+    )
+
+
 class Chain:
     """Hands one layer's stand-in output to the next and checks that nothing touched it."""
 
     def __init__(self) -> None:
-        self._handed_out: Tensor | None = None
+        self.handed_out: Tensor | None = None
+        """What stands for the hidden state that the last layer so far has returned."""
         self._version = 0
 
     def check(self, index: int, hidden: Tensor) -> None:
         """Raise unless `hidden` is untouched since the previous layer returned it."""
         if index == 0:
             return
-        if hidden is not self._handed_out or hidden._version != self._version:
+        if not _same_elements(hidden, self.handed_out) or hidden._version != self._version:
             raise BetweenLayersError(f"between layers {index - 1} and {index}")
 
     def hand_out(self, hidden: Tensor) -> Tensor:
         """A new tensor object over the same values, remembered for the next check."""
-        self._handed_out = hidden.detach()
-        self._version = self._handed_out._version
-        return self._handed_out
+        self.handed_out = hidden.detach()
+        self._version = self.handed_out._version
+        return self.handed_out
 
 
 def as_layer_output(template: Any, hidden: Tensor) -> Any:

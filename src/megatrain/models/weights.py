@@ -5,8 +5,9 @@ experts are transformers' own conversions, run on a state dict that holds one bl
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +42,21 @@ class LoadReport:
     """Tensors of the checkpoint that the model has no place for."""
 
 
+def weight_names(path: Path) -> list[str]:
+    """Names of the safetensors files that a model directory has or, by its index, should have."""
+    index = path / INDEX_NAME
+    if index.is_file():
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return [SINGLE_NAME]
+
+
 def checkpoint_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory.
 
     Raises:
         UserError: if there are none, or one that the index names is missing.
     """
-    index = path / INDEX_NAME
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [path / name for name in names]
-    else:
-        files = [path / SINGLE_NAME]
+    files = [path / name for name in weight_names(path)]
     for file in files:
         if not file.is_file():
             raise UserError(
@@ -109,12 +113,32 @@ def _sources_by_target(
     state = hf_model.state_dict()
     by_target: dict[str, list[str]] = {}
     for key in keys:
-        target, _ = rename_source_key(key, renamings, converters, hf_model.base_model_prefix, state)
-        if target in state:
-            by_target.setdefault(target, []).append(key)
-        else:
+        rename = partial(
+            rename_source_key,
+            key,
+            base_model_prefix=hf_model.base_model_prefix,
+            meta_state_dict=state,
+        )
+        target, pattern = rename(weight_renamings=renamings, weight_converters=converters)
+        if target not in state and key in state:  # as transformers: not to be renamed after all
+            target, pattern = rename(weight_renamings=[], weight_converters=[])
+        if target not in state:
             report.unexpected.append(key)
+        for each in _all_targets(target, pattern, converters):
+            if each in state:
+                by_target.setdefault(each, []).append(key)
     return by_target
+
+
+def _all_targets(
+    target: str, pattern: str | None, converters: Sequence[WeightConverter]
+) -> list[str]:
+    """Every tensor that a checkpoint's tensor is split into, named after the first."""
+    if pattern is None:
+        return [target]
+    (converter,) = [each for each in converters if pattern in each.source_patterns][-1:]
+    first = converter.target_patterns[0]
+    return [target.replace(first, each) for each in converter.target_patterns]
 
 
 def _target(model: BlockModel, name: str, by_target: Mapping[str, list[str]]) -> str | None:

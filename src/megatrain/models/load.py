@@ -1,0 +1,87 @@
+"""From a model's directory to its blocks, and their weights one block at a time."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers.utils import logging as transformers_logging
+
+from megatrain.models.blocks import BlockModel
+from megatrain.models.build import build_on_meta, read_config
+from megatrain.models.proof import prove
+from megatrain.models.selection import Selection
+from megatrain.models.split import split_model
+from megatrain.models.vocabulary import (
+    check_growth,
+    grow_blocks,
+    rows_needed,
+    vocabulary_rows,
+    with_rows,
+)
+from megatrain.models.weights import LoadReport, load_block_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedBlocks:
+    """A model's blocks, and how their weights are read."""
+
+    model: BlockModel
+    stored: BlockModel
+    """The blocks as the checkpoint holds them: the model's own, unless the vocabulary grew."""
+
+    @property
+    def grown(self) -> str:
+        """How the vocabulary grew, in words; empty if it did not."""
+        if self.stored is self.model:
+            return ""
+        before, after = (vocabulary_rows(each.hf_model) for each in (self.stored, self.model))
+        return f"the vocabulary grew from {before} to {after} rows"
+
+    def weights(
+        self, directory: Path, report: LoadReport, *, seed: int = 0
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(block index, tensors by full name), block by block; see `load_block_weights`."""
+        source = load_block_weights(self.stored, directory, report, seed=seed)
+        if self.stored is self.model:
+            return source
+        return grow_blocks(self.stored, self.model, source, seed=seed)
+
+
+def load_blocks(
+    directory: Path,
+    *,
+    compute_dtype: str,
+    selection: Selection | None = None,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    num_tokens: int = 0,
+    multiple_of: int | None = None,
+) -> LoadedBlocks:
+    """A model's blocks without their weights.
+
+    Args:
+        directory: the model's.
+        compute_dtype: "bfloat16" or "float32".
+        selection: what is trained; everything by default.
+        trust_remote_code: run code that comes with the model.
+        overrides: changes to its config.
+        num_tokens: token ids that need a row in the embedding.
+        multiple_of: round the number of rows up to a multiple of this.
+
+    Raises:
+        UserError: if the model cannot be built, split, or given more rows.
+    """
+    transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
+    config = read_config(directory, trust_remote_code=trust_remote_code, overrides=overrides)
+    built = build_on_meta(config, compute_dtype=compute_dtype)
+    model = stored = split_model(built, compute_dtype=compute_dtype, selection=selection)
+    rows = rows_needed(vocabulary_rows(built), num_tokens, multiple_of)
+    if rows != vocabulary_rows(built):
+        config = with_rows(config, rows)
+        larger = build_on_meta(config, compute_dtype=compute_dtype)
+        check_growth(built, larger)
+        model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
+    prove(config, compute_dtype=compute_dtype)
+    return LoadedBlocks(model=model, stored=stored)
