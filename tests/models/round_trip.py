@@ -53,13 +53,27 @@ def check_round_trip(config: Any, folder: Path) -> str:
     again, info = _load(folder / "after")
     assert not any(info.values()), info
     _same(dict(again.state_dict()), dict(expected.state_dict()), "saved")
+    _check_kept_in_fp32(folder / "after")
     return ""
 
 
-def _load(path: Path) -> tuple[Any, dict[str, Any]]:
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, output_loading_info=True
+def _check_kept_in_fp32(path: Path) -> None:
+    """In a bfloat16 run the same parameters stay in fp32 as where transformers loads them."""
+    model, _ = _load(path, torch.bfloat16)
+    blocks = split_model(
+        build_on_meta(read_config(path), compute_dtype="bfloat16"), compute_dtype="bfloat16"
     )
+    mine = {
+        placed.name: getattr(torch, segment.dtype)
+        for block in blocks.blocks
+        for segment in block.layout.segments
+        for placed in segment.params
+    }
+    assert mine == {name: param.dtype for name, param in model.named_parameters()}
+
+
+def _load(path: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
     return model, info
 
 
