@@ -46,6 +46,7 @@ def train(
     check_run(
         model=config.model_name_or_path,
         gguf_file=config.gguf_file,
+        tokenizer=config.tokenizer_name,
         train_files=config.train_files,
         eval_files=config.eval_files,
         output_dir=config.output_dir,

@@ -22,6 +22,7 @@ def check_run(
     *,
     model: str,
     gguf_file: str | None = None,
+    tokenizer: str | None,
     train_files: Sequence[str],
     eval_files: Sequence[str],
     output_dir: str,
@@ -30,10 +31,12 @@ def check_run(
     """Check all paths of a training run.
 
     Raises:
-        UserError: for a model or data that is not there, or an output directory that cannot or
-            should not be written.
+        UserError: for a model, tokenizer or data that is not there, or an output directory that
+            cannot or should not be written.
     """
     check_model(model, gguf_file)
+    if tokenizer is not None:
+        _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
     find_files(train_files)
     if eval_files:
         find_files(eval_files)
@@ -64,20 +67,32 @@ def check_model(model: str, gguf_file: str | None = None) -> None:
     Raises:
         UserError: if it is neither.
     """
-    asked = f"model_name_or_path: {model}"
-    model, gguf_file = find_gguf(model, gguf_file)
-    path = Path(model)
-    change = "give a directory that holds a Hugging Face model, or a model id"
-    if gguf_file is not None and path.is_dir():
-        if not (path / gguf_file).is_file():
-            raise UserError(asked=asked, found=f"no file {path / gguf_file}", change="name another")
-    elif path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(asked=asked, found="no config.json there", change=change)
-    elif path.exists():
-        raise UserError(asked=asked, found="a file, not a directory", change=change)
-    elif HUB_ID.fullmatch(model) is None:
-        raise UserError(asked=asked, found="no such directory", change=change)
+    asked, holds = f"model_name_or_path: {model}", "a Hugging Face model"
+    folder, gguf_file = find_gguf(model, gguf_file)
+    _check_source(asked, folder, holds)
+    if not Path(folder).is_dir():
+        return
+    if gguf_file is not None:
+        if not (Path(folder) / gguf_file).is_file():
+            found = f"no file {Path(folder) / gguf_file}"
+            raise UserError(asked=asked, found=found, change="name another")
+    elif not (Path(folder) / "config.json").is_file():
+        raise _not_there(asked, "no config.json there", holds)
+
+
+def _check_source(asked: str, source: str, holds: str) -> None:
+    """A directory, or what can be the id of a model."""
+    if Path(source).is_dir():
+        return
+    if Path(source).exists():
+        raise _not_there(asked, "a file, not a directory", holds)
+    if HUB_ID.fullmatch(source) is None:
+        raise _not_there(asked, "no such directory", holds)
+
+
+def _not_there(asked: str, found: str, holds: str) -> UserError:
+    change = f"give a directory that holds {holds}, or a model id"
+    return UserError(asked=asked, found=found, change=change)
 
 
 def check_output(output: Path, *, model: Path, overwrite: bool) -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from megatrain.data import (
     load_rows,
     load_tokenizer,
     num_token_ids,
+    special_token_ids,
     split_rows,
 )
+from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.worker import AdamWOptions
@@ -83,6 +86,7 @@ class Trainer:
         check_run(
             model=config.model_name_or_path,
             gguf_file=config.gguf_file,
+            tokenizer=config.tokenizer_name,
             train_files=config.train_files,
             eval_files=config.eval_files,
             output_dir=config.output_dir,
@@ -101,12 +105,7 @@ class Trainer:
             cache_dir=config.cache_dir,
             code=config.trust_remote_code,
         )
-        self.tokenizer = load_tokenizer(
-            self.files.directory, chat_template=config.chat_template_path, gguf_file=gguf_file
-        )
-        extend_tokenizer(
-            self.tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens
-        )
+        self.tokenizer = self._load_tokenizer()
         self.blocks = self._load_blocks()
         self.model = self.blocks.model
         if config.model_init == "pretrained":
@@ -127,10 +126,26 @@ class Trainer:
         self.options = self._engine_options()
         self._check_memory()
 
+    def _load_tokenizer(self) -> Tokenizer:
+        config, files = self.config, self.files
+        if config.tokenizer_name is not None:
+            files = find_model(
+                config.tokenizer_name, key="tokenizer_name", cache_dir=config.cache_dir
+            )
+        tokenizer = load_tokenizer(
+            files.directory, chat_template=config.chat_template_path, gguf_file=files.gguf_file
+        )
+        extend_tokenizer(
+            tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens
+        )
+        return tokenizer
+
     def _load_blocks(self) -> LoadedBlocks:
         config, overrides = self.config, dict(self.config.config_overrides)
         if config.attn_implementation is not None:
             overrides["attn_implementation"] = config.attn_implementation
+        if config.model_init == "random" and config.tokenizer_name is not None:
+            overrides = special_token_ids(self.tokenizer) | overrides
         return load_blocks(
             self.files,
             compute_dtype=self.compute_dtype,
@@ -353,6 +368,7 @@ def evaluate_model(
     blocks = load_blocks(files, compute_dtype=dtype)
     model = blocks.model
     files.fetch_weights()
+    options = replace(options, vocab_size=model.vocab_size)
     rows = load_rows(data, load_tokenizer(files.directory, gguf_file=gguf_file), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)

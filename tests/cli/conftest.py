@@ -1,6 +1,7 @@
 """A directory as a user has it: models, data, the shipped examples."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,9 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("base", "instruct", "shape"):
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()
+    shape = tmp_path / "configs" / "shapes" / "llama-50m"  # a smaller one under its name
+    shape.mkdir(parents=True)
+    shutil.copy(tmp_path / "models" / "shape" / "config.json", shape)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     data = tmp_path / "data"
     (data / "text").mkdir(parents=True)

@@ -10,7 +10,12 @@ from typer.testing import CliRunner
 from megatrain.cli import app
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "configs" / "shapes" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMMAND = re.compile(r"^(?:\.venv/bin/)?megatrain (.*)$", re.MULTILINE)
 SHORT = ["--max_steps", "2", "--max_length", "64", "--overwrite_output_dir", "true"]
 

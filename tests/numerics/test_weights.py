@@ -11,7 +11,6 @@ from megatrain.checkpoint import save_model
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
-from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport, load_block_weights
 
 from .harness import CONFIGS, make_config, reference_model
@@ -100,27 +99,6 @@ def test_a_tied_weight_is_written_once(tmp_path: Path) -> None:
         keys = set(file.keys())
         assert file.get_tensor("model.norm.weight").dtype is torch.bfloat16
     assert "model.embed_tokens.weight" in keys and "lm_head.weight" not in keys
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_initialisation_has_the_statistics_of_transformers_own(name: str) -> None:
-    config = make_config(name)
-    model = split_model(build_on_meta(config, compute_dtype="float32"), compute_dtype="float32")
-    buffers = {n: b.clone() for n, b in model.hf_model.named_buffers()}
-    mine = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}
-    again = {n: t for _, ts in init_block_weights(model, seed=3) for n, t in ts.items()}
-    other = {n: t for _, ts in init_block_weights(model, seed=4) for n, t in ts.items()}
-    assert all(torch.equal(mine[n], again[n]) for n in mine)
-    assert any(not torch.equal(mine[n], other[n]) for n in mine)
-    named = reference_model(config, seed=1).named_parameters()
-    expected = {full_name: param.detach() for full_name, param in named}
-    assert mine.keys() == expected.keys()
-    for full_name, tensor in expected.items():
-        spread = float(tensor.std()) if tensor.numel() > 1 else 0.0
-        error = 6 * spread / tensor.numel() ** 0.5  # six standard errors of mean and deviation
-        assert abs(float(mine[full_name].mean() - tensor.mean())) <= error, full_name
-        assert abs(float(mine[full_name].std() - tensor.std())) <= error, full_name
-    assert all(torch.equal(b, buffers[n]) for n, b in model.hf_model.named_buffers())
 
 
 def test_missing_weights_are_initialised_and_named(tmp_path: Path) -> None:

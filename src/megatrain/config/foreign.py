@@ -23,6 +23,8 @@ SYNONYMS = {
     "adam_beta_1": "adam_beta1",
     "adam_beta_2": "adam_beta2",
     "torch_dtype": "dtype",
+    "tokenizer_config": "tokenizer_name",
+    "tokenizer_name_or_path": "tokenizer_name",
     "dataset": "train_files",
     "dataset_path": "train_files",
     "train_file": "train_files",

@@ -22,6 +22,7 @@ OWN_KEYS = frozenset(
     {
         "gguf_file",
         "model_init",
+        "tokenizer_name",
         "cache_dir",
         "config_overrides",
         "add_tokens",
@@ -87,6 +88,11 @@ class TrainConfig(BaseModel):
     )
     model_init: Literal["pretrained", "random"] = Field(
         "pretrained", description="Load the weights, or draw them as the model's own code would."
+    )
+    tokenizer_name: str | None = Field(
+        None,
+        description="Directory or id of a model whose tokenizer to use (and to save), if not"
+        " model_name_or_path. With model_init: random its begin and end tokens become the model's.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto",

@@ -4,7 +4,12 @@ from megatrain.data.dataset import load_rows
 from megatrain.data.formats import DataOptions
 from megatrain.data.rows import DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
-from megatrain.data.tokenizer import extend_tokenizer, load_tokenizer, num_token_ids
+from megatrain.data.tokenizer import (
+    extend_tokenizer,
+    load_tokenizer,
+    num_token_ids,
+    special_token_ids,
+)
 
 __all__ = [
     "DataOptions",
@@ -16,5 +21,6 @@ __all__ = [
     "load_rows",
     "load_tokenizer",
     "num_token_ids",
+    "special_token_ids",
     "split_rows",
 ]

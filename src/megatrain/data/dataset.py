@@ -7,9 +7,9 @@ A cache of tokens, and packing, would stand between `RowCollector` and `Tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.data.files import find_files, read_records
+from megatrain.data.files import Record, find_files, read_records
 from megatrain.data.formats import DataOptions, check_options, detect_format, record_rows
-from megatrain.data.rows import DatasetStats, RowCollector, TokenizedRows
+from megatrain.data.rows import DatasetStats, Row, RowCollector, TokenizedRows
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 
@@ -25,7 +25,8 @@ def load_rows(
         options: how records become rows.
 
     Raises:
-        UserError: for unreadable input, an empty dataset, or one in which nothing is supervised.
+        UserError: for unreadable input, an empty dataset, one in which nothing is supervised, or a
+            token that the model does not have.
     """
     check_options(options)
     files = find_files(paths)
@@ -35,7 +36,9 @@ def load_rows(
         for record in read_records(file):
             if chosen == "auto":
                 chosen = detect_format(record, options)
-            collector.add_record(list(record_rows(record, chosen, tokenizer, options)))
+            rows = list(record_rows(record, chosen, tokenizer, options))
+            _check_vocabulary(rows, record, options.vocab_size)
+            collector.add_record(rows)
     stats = collector.stats()
     if not stats.rows:
         raise UserError(
@@ -44,6 +47,16 @@ def load_rows(
             change="check the columns, max_length and the chat template",
         )
     return collector.finish()
+
+
+def _check_vocabulary(rows: Sequence[Row], record: Record, vocab_size: int | None) -> None:
+    largest = max((int(row.input_ids.max(initial=0)) for row in rows), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(
+            asked=f"the tokens of {record.place}",
+            found=f"token {largest}, and a model that has {vocab_size} tokens",
+            change="use the model's own tokenizer, or from scratch raise vocab_size in config.json",
+        )
 
 
 def _nothing(stats: DatasetStats, max_length: int) -> str:

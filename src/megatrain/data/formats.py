@@ -38,6 +38,8 @@ class DataOptions:
     both limits hold: what is supervised is the assistant's *and* not in the prompt."""
     text_end_of_sequence: bool = True
     """Close each text with the end-of-sequence token."""
+    vocab_size: int | None = None
+    """Tokens that the model knows; a record with any other is refused.  None: not checked."""
 
 
 def check_options(options: DataOptions) -> None:

@@ -14,6 +14,7 @@ from megatrain.errors import UserError
 class Tokenizer(Protocol):
     """What the data room uses of a transformers tokenizer."""
 
+    bos_token_id: int | None
     eos_token_id: int | None
     chat_template: Any
     is_fast: bool
@@ -57,6 +58,11 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    asked = f"the tokenizer of {model_path}"
+    change = (
+        "name a model that has one with tokenizer_name, or copy tokenizer.json and"
+        " tokenizer_config.json into the directory"
+    )
     template = None if chat_template is None else _template_text(chat_template)
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -68,12 +74,18 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError, ImportError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            asked=f"the tokenizer of {model_path}",
+            asked=asked,
             found=f"none that loads ({lines[0].strip().rstrip('.:')})",
-            change="copy tokenizer.json and tokenizer_config.json into the model directory"
+            change=change
             if gguf_file is None
             else "start from a directory with safetensors weights and a tokenizer",
         ) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # built of a config.json alone
+        raise UserError(
+            asked=asked,
+            found="no token beside the special ones: its files are not there",
+            change=change,
+        )
     if template is not None:
         tokenizer.chat_template = template
     loaded: Tokenizer = tokenizer
@@ -97,6 +109,18 @@ def extend_tokenizer(
 def num_token_ids(tokenizer: Tokenizer) -> int:
     """Rows that an embedding needs for every id of the tokenizer."""
     return 1 + max(tokenizer.get_vocab().values())
+
+
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """What the config of a model from scratch says of this tokenizer, by key.
+
+    No padding token: training needs none, and the embedding of one would never be trained.
+    """
+    return {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": None,
+    }
 
 
 def _template_text(chat_template: str) -> str:

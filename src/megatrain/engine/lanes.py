@@ -101,8 +101,11 @@ class ThreadLanes:
                     marks[index].issued.set()
             except BaseException as error:  # noqa: BLE001  handed to the caller, whatever it is
                 fail(error)
+            finally:
+                ended[lane].set()
 
         used = {op.lane for op in ops}
+        ended = {lane: threading.Event() for lane in used}
         threads = [
             threading.Thread(target=work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
             for lane in used
@@ -110,13 +113,16 @@ class ThreadLanes:
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join()
+            for event in ended.values():  # a join that is interrupted takes the thread for dead
+                event.wait()
         except BaseException as interrupt:  # noqa: BLE001  the lanes must stop before it goes on
             fail(interrupt)
-            for thread in threads:
+            for lane, thread in zip(used, threads, strict=True):
                 if thread.ident is not None:  # it was started
-                    thread.join()
+                    ended[lane].wait()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
         try:
             if failures:
                 raise failures[0]

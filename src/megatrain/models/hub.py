@@ -55,6 +55,7 @@ class ModelFiles:
 def find_model(
     name: str,
     *,
+    key: str = "model_name_or_path",
     gguf_file: str | None = None,
     revision: str | None = None,
     cache_dir: str | None = None,
@@ -64,6 +65,7 @@ def find_model(
 
     Args:
         name: a directory, or the id of a model.
+        key: the option that names it, for errors.
         gguf_file: name of a GGUF file in it.
         revision: branch, tag or commit of a model id.
         cache_dir: the Hub's cache, if it is not at its usual place.
@@ -81,12 +83,17 @@ def find_model(
             )
         return ModelFiles(name=name, directory=Path(name), gguf_file=gguf_file)
     patterns = [*TEXT_FILES, *(CODE_FILES if code else ()), *([gguf_file] if gguf_file else ())]
-    directory = _snapshot(name, revision, cache_dir, patterns)
+    directory = _snapshot(name, revision, cache_dir, patterns, key=key)
     return ModelFiles(name=name, directory=directory, gguf_file=gguf_file, cache_dir=cache_dir)
 
 
 def _snapshot(
-    name: str, revision: str | None, cache_dir: str | None, patterns: Sequence[str]
+    name: str,
+    revision: str | None,
+    cache_dir: str | None,
+    patterns: Sequence[str],
+    *,
+    key: str = "model_name_or_path",
 ) -> Path:
     fetch = partial(
         snapshot_download,
@@ -105,7 +112,7 @@ def _snapshot(
         found = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         where = "" if revision is None else f" at revision {revision}"
         raise UserError(
-            asked=f"model_name_or_path: {name}{where}",
+            asked=f"{key}: {name}{where}",
             found=f"no such directory, and no such model id ({found})",
             change="check the name and model_revision, go online once, or give a directory",
         ) from error

@@ -151,8 +151,7 @@ def _load_block(
         found[placed.name] = tensor
     absent = [p.name for p in block.layout.params if p.name not in found]
     if absent:
-        fresh = initialise_block(model, block, seed)
-        found.update({name: fresh[name] for name in absent})
+        found.update(initialise_block(model, block, seed, names=absent))
     return found
 
 
