@@ -105,6 +105,7 @@ def write_gguf(
     header: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     tokens: list[str] | None = None,
+    merges: list[str] | None = None,
 ) -> dict[str, Tensor]:
     """Write the model's weights; returns what the file's bytes mean, by the model's own names."""
     config = model.config
@@ -123,7 +124,7 @@ def write_gguf(
     for key, value in (header or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_uint32
         add(key, value)
-    _add_tokens(writer, tokens or [f"t{i}" for i in range(config.vocab_size)])
+    _add_tokens(writer, tokens or [f"t{i}" for i in range(config.vocab_size)], merges or [])
     meaning: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
         pieces = []
@@ -146,11 +147,11 @@ def write_gguf(
     return meaning
 
 
-def _add_tokens(writer: gguf.GGUFWriter, tokens: list[str]) -> None:
+def _add_tokens(writer: gguf.GGUFWriter, tokens: list[str], merges: list[str]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([1] * len(tokens))
-    writer.add_token_merges(["a b"] if {"a", "b", "ab"} <= set(tokens) else [])
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

@@ -128,6 +128,15 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
         blocks_of(path)
 
 
+def test_a_model_that_transformers_reads_in_another_way_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write("qwen2", path)
+    config = AutoConfig.for_model("qwen3_5_text", **OPTIONS)
+    model = build_on_meta(config, compute_dtype="float32")
+    with pytest.raises(UserError, match=r"cannot be read one by one .*qwen3_5_text"):
+        GgufSource(path, model)
+
+
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write("llama", path)
