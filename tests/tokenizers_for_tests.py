@@ -51,3 +51,23 @@ def save_tiny_model(folder: Path, **changes: object) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**options)).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
+
+
+def save_tiny_gguf(path: Path) -> None:
+    """A two-layer Llama and a byte-level tokenizer in one GGUF file."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.numerics.gguf_files import write_gguf
+
+    tokens = [*SPECIAL[:3], *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=len(tokens),
+    )
+    write_gguf(path, LlamaForCausalLM(config), "llama", tokens=tokens, merges=["t h"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tokenizers_for_tests import save_tiny_model
+from tests.tokenizers_for_tests import save_tiny_gguf, save_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +19,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("base", "instruct", "shape"):
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()
+    save_tiny_gguf(tmp_path / "models" / "base.gguf")
     shape = tmp_path / "configs" / "shapes" / "llama-50m"  # a smaller one under its name
     shape.mkdir(parents=True)
     shutil.copy(tmp_path / "models" / "shape" / "config.json", shape)

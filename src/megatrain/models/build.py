@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -47,15 +53,16 @@ def read_config(
             changed, or the weights are quantised in a way that cannot be read.
     """
     asked = f"model_name_or_path={path}"
-    from_gguf = {}
     if gguf_file is not None:
         check_package(gguf_file)
-        asked, from_gguf = f"the GGUF file {gguf_file} of {path}", {"gguf_file": gguf_file}
+        asked = f"the GGUF file {gguf_file} of {path}"
     try:
-        config = AutoConfig.from_pretrained(
-            str(path), trust_remote_code=trust_remote_code, **from_gguf
-        )
-        stored, _ = PreTrainedConfig.get_config_dict(str(path), **from_gguf)
+        if gguf_file is not None:  # its header is read once: that takes seconds
+            stored, _ = PreTrainedConfig.get_config_dict(str(path), gguf_file=gguf_file)
+            config = CONFIG_MAPPING[stored["model_type"]].from_dict(stored)
+        else:
+            config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            stored, _ = PreTrainedConfig.get_config_dict(str(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         found = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(

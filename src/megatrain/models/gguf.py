@@ -22,6 +22,8 @@ from transformers.utils.import_utils import is_gguf_available
 from megatrain.errors import UserError
 
 CONVERT = "give a directory with safetensors weights of this model"
+ROPE_FACTORS = "rope_freqs.weight"
+GIVE_ROPE = f"{CONVERT}, or its rope_parameters in config_overrides"
 
 
 def open_reader(path: Path) -> Any:
@@ -83,15 +85,15 @@ class GgufSource:
                 f" ({error})",
                 change=CONVERT,
             ) from error
-        _check_rope(reader, hf_model.config, path)
+        scaled = _check_rope(reader, hf_model.config, path)
         self._tensors: dict[str, list[Any]] = {}
         self._unknown: list[str] = []
         for tensor in reader.tensors:
             name = self._names.get(tensor.name) or self._names.get(_stem(tensor.name))
-            if name is None and not _has_no_effect(tensor):
-                self._unknown.append(tensor.name)
-            elif name is not None:
+            if name is not None:
                 self._tensors.setdefault(name, []).append(tensor)
+            elif not (tensor.name == ROPE_FACTORS and (scaled or bool((tensor.data == 1).all()))):
+                self._unknown.append(tensor.name)
 
     def names(self) -> list[str]:
         return list(self._tensors) + self._unknown
@@ -139,7 +141,7 @@ class GgufSource:
                     asked=f"the GGUF file {self.path} (architecture '{self.architecture}')",
                     found=f"{what} {', '.join(names[:3])}"
                     + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
-                    change=CONVERT,
+                    change=GIVE_ROPE if ROPE_FACTORS in names else CONVERT,
                 )
 
 
@@ -147,19 +149,20 @@ def _stem(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _has_no_effect(tensor: Any) -> bool:
-    """Whether these are rope factors of one."""
-    return tensor.name == "rope_freqs.weight" and bool((tensor.data == 1).all())
+def _check_rope(reader: Any, config: Any, path: Path) -> bool:
+    """Whether the config scales rope; transformers does not take that from these files.
 
-
-def _check_rope(reader: Any, config: Any, path: Path) -> None:
-    """Refuse rope scaling that transformers does not take from a file of this architecture."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    Raises:
+        UserError: if the file says so and the config does not.
+    """
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    scaled = bool(rope.get("rope_type", "default") != "default")
     for name, header_field in reader.fields.items():
         kind = str(header_field.contents()) if name.endswith("rope.scaling.type") else "none"
-        if kind != "none" and rope.get("rope_type", "default") == "default":
+        if kind != "none" and not scaled:
             raise UserError(
                 asked=f"the GGUF file {path}",
                 found=f"rope scaling '{kind}', which transformers does not read from it",
-                change=CONVERT,
+                change=GIVE_ROPE,
             )
+    return scaled
