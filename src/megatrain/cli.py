@@ -92,7 +92,7 @@ def evaluate(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
-    from megatrain.trainer import describe, evaluate_model
+    from megatrain.evaluator import describe, evaluate_model
 
     result = evaluate_model(
         model,

@@ -6,6 +6,7 @@ told at once.
 
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,12 @@ def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
     asked = f"output_dir: {output}"
     if output.exists() and not output.is_dir():
         raise UserError(asked=asked, found="a file of that name", change="choose a directory")
+    if output.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise UserError(
+            asked=asked,
+            found="the current directory or one above it, which is replaced as a whole",
+            change="choose a directory of its own",
+        )
     if output.resolve() == model.resolve():
         raise UserError(
             asked=asked,
@@ -124,3 +131,23 @@ def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
         raise UserError(
             asked=asked, found=f"no right to write to {above}", change="choose another directory"
         )
+
+
+def claim_output(output: Path) -> None:
+    """Create the output directory, and see that what is written beside it first can be.
+
+    Raises:
+        UserError: if the system refuses either.
+    """
+    output = output.resolve()
+    beside = output.with_name(f".{output.name}.writing")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        beside.mkdir(exist_ok=True)
+        shutil.rmtree(beside)
+    except OSError as error:
+        raise UserError(
+            asked=f"output_dir: {output}",
+            found=f"no way to write there and beside it ({error.strerror})",
+            change="choose another directory",
+        ) from error

@@ -1,11 +1,9 @@
 """The training run in the open: it wires the rooms and computes nothing itself."""
 
-import json
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from megatrain.checkpoint import save_model
 from megatrain.config import TrainConfig
 from megatrain.data import (
+    ChosenRows,
     DataOptions,
     Row,
     StepSampler,
@@ -27,7 +26,17 @@ from megatrain.data import (
     split_rows,
 )
 from megatrain.data.tokenizer import Tokenizer
-from megatrain.engine import Engine, EngineOptions, Loss, StepResult, cross_entropy, step_plan
+from megatrain.engine import (
+    Engine,
+    EngineOptions,
+    Loss,
+    StepResult,
+    check_options,
+    choose_device,
+    cross_entropy,
+    free_device_bytes,
+    step_plan,
+)
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.worker import AdamWOptions
 from megatrain.errors import UserError
@@ -41,31 +50,11 @@ from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
-from megatrain.preflight import check_model, check_run, find_gguf
+from megatrain.preflight import check_run, claim_output, find_gguf
 from megatrain.units import format_bytes, parse_bytes
 
 MAX_SKIPPED_STEPS = 20
 """A run whose last steps were all skipped as non-finite will not recover."""
-
-
-def choose_device(name: str) -> torch.device:
-    """The compute device of `auto`, `cpu` or `cuda`.
-
-    Raises:
-        UserError: for cuda where there is none, or another name.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise UserError(
-            asked=f"device: {name}", found="no such device", change="use auto, cpu or cuda"
-        )
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            asked="device: cuda",
-            found="no CUDA device that torch can use",
-            change="use device: cpu",
-        )
-    use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 
 class Trainer:
@@ -103,13 +92,15 @@ class Trainer:
             gguf_file=gguf_file,
             revision=config.model_revision,
             cache_dir=config.cache_dir,
-            code=config.trust_remote_code,
         )
         self.tokenizer = self._load_tokenizer()
         self.blocks = self._load_blocks()
         self.model = self.blocks.model
         if config.model_init == "pretrained":
             self.files.fetch_weights()
+        self.options = self._engine_options()
+        self._check_memory()
+        self._schedule(total_steps=config.max_steps if config.max_steps > 0 else 1)  # its name
         self.train_rows, self.eval_rows, self.stats = self._load_data()
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -122,9 +113,8 @@ class Trainer:
             if config.max_steps > 0
             else math.ceil(config.num_train_epochs * self.sampler.steps_per_epoch)
         )
-        self.learning_rate = self._schedule()
-        self.options = self._engine_options()
-        self._check_memory()
+        self.learning_rate = self._schedule(total_steps=self.total_steps)
+        claim_output(Path(config.output_dir))
 
     def _load_tokenizer(self) -> Tokenizer:
         config, files = self.config, self.files
@@ -150,7 +140,6 @@ class Trainer:
             self.files,
             compute_dtype=self.compute_dtype,
             selection=Selection(trainable=config.trainable, frozen=config.frozen),
-            trust_remote_code=config.trust_remote_code,
             overrides=overrides,
             num_tokens=num_token_ids(self.tokenizer),
             multiple_of=config.pad_vocab_to_multiple_of,
@@ -173,17 +162,17 @@ class Trainer:
             held_out = load_rows(config.eval_files, self.tokenizer, options)
         elif config.eval_split:
             keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
-            training, held_out = [rows[i] for i in keep], [rows[i] for i in hold]
+            training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
         return training, held_out, rows.stats
 
-    def _schedule(self) -> Callable[[int], float]:
+    def _schedule(self, *, total_steps: int) -> Callable[[int], float]:
         config = self.config
         warmup = config.warmup_steps
         return learning_rate_schedule(
             config.lr_scheduler_type,
             learning_rate=config.learning_rate,
-            warmup_steps=math.ceil(warmup * self.total_steps) if warmup < 1 else round(warmup),
-            total_steps=self.total_steps,
+            warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else round(warmup),
+            total_steps=total_steps,
             kwargs=config.lr_scheduler_kwargs,
         )
 
@@ -192,10 +181,10 @@ class Trainer:
         self.need = memory_need(
             [block.layout for block in self.model.blocks],
             step_plan(self.model, self.options),
-            gradient_dtype=config.gradient_dtype or self.compute_dtype,
+            gradient_dtype=check_options(self.model, self.options),
         )
         budget = None if config.host_memory is None else parse_bytes(config.host_memory)
-        check_fits(self.need, budget=budget, on_device=self.device.type == "cuda")
+        check_fits(self.need, budget=budget, device_free=free_device_bytes(self.device))
 
     def train(self) -> EvalResult | None:
         """Run all steps, evaluate, write the model.
@@ -203,8 +192,7 @@ class Trainer:
         Returns:
             The evaluation after training, if there is held-out data.
         """
-        config, output = self.config, Path(self.config.output_dir)
-        output.mkdir(parents=True, exist_ok=True)
+        config, output = self.config, Path(self.config.output_dir).resolve()
         if config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -228,7 +216,7 @@ class Trainer:
                 max_shard_bytes=parse_bytes(config.max_shard_size),
                 tokenizer=self.tokenizer,
             )
-            console.note(f"model written to {output}")
+            console.note(f"model written to {config.output_dir}")
             engine.close()
             store.close()
         return result
@@ -347,49 +335,3 @@ def _log_row(result: StepResult, step: int, rate: float, epoch: float) -> dict[s
     if result.nonfinite_blocks:
         row["nonfinite_blocks"] = list(result.nonfinite_blocks)
     return row
-
-
-def evaluate_model(
-    model_path: str,
-    data: Sequence[str],
-    *,
-    options: DataOptions,
-    batch_size: int = 8,
-    device: str = "auto",
-    revision: str | None = None,
-    cache_dir: str | None = None,
-) -> EvalResult:
-    """Loss and perplexity of a model (directory or id) on files, streamed block by block."""
-    check_model(model_path)
-    chosen = choose_device(device)
-    dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    name, gguf_file = find_gguf(model_path)
-    files = find_model(name, gguf_file=gguf_file, revision=revision, cache_dir=cache_dir)
-    blocks = load_blocks(files, compute_dtype=dtype)
-    model = blocks.model
-    files.fetch_weights()
-    options = replace(options, vocab_size=model.vocab_size)
-    rows = load_rows(data, load_tokenizer(files.directory, gguf_file=gguf_file), options)
-    engine_options = EngineOptions(max_grad_norm=0.0)
-    plan = step_plan(model, engine_options)
-    need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
-    check_fits(need, budget=None, on_device=chosen.type == "cuda")
-    store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    for index, tensors in blocks.weights(LoadReport()):
-        store.write(index, tensors)
-    engine = Engine(model, store, engine_options, device=chosen)
-    result = evaluate_rows(engine, rows, batch_size)
-    engine.close()
-    store.close()
-    return result
-
-
-def describe(result: EvalResult) -> str:
-    """One JSON line."""
-    return json.dumps(
-        {
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "supervised_tokens": result.supervised_tokens,
-        }
-    )

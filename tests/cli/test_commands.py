@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,8 @@ GOOD: dict[str, Any] = {
         ),
         ({"model_name_or_path": "models/shape"}, r"no file model\.safetensors"),
         ({"gradient_dtype": "bfloat16", "dtype": "float32"}, "coarser"),
+        ({"output_dir": "."}, "the current directory or one above it"),
+        ({"output_dir": "/proc/out"}, "no way to write there"),
     ],
 )
 def test_a_mistake_is_one_clear_error(
@@ -202,6 +205,26 @@ def test_the_chat_template_given_is_used_and_saved(workspace: Path) -> None:
     example = str(ROOT / "examples" / "chat.yaml")
     run("train", example, "max_steps=1", "max_length=64", "chat_template_path=own.jinja")
     assert (Path("runs/chat") / "chat_template.jinja").read_text() == template
+
+
+def test_an_output_directory_behind_a_link_is_written_where_it_leads(workspace: Path) -> None:
+    Path("elsewhere").mkdir()
+    Path("out").symlink_to("elsewhere")
+    Path("c.yaml").write_text(yaml.safe_dump(GOOD))
+    run("train", "c.yaml")
+    assert Path("out").is_symlink()
+    assert (Path("elsewhere") / "model.safetensors").is_file()
+
+
+def test_eval_of_an_incomplete_checkpoint_is_refused(workspace: Path) -> None:
+    path = Path("models/base").resolve() / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    copy = Path("models/incomplete")
+    shutil.copytree("models/base", copy)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"1 parameters missing .*layers\.0\.self_attn\.q_proj"):
+        run("eval", str(copy), "data/text")
 
 
 def test_env_says_what_a_bug_report_needs() -> None:

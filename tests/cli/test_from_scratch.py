@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from megatrain.config import make_config
 from megatrain.data import DataOptions
 from megatrain.errors import UserError
-from megatrain.trainer import Trainer, evaluate_model
+from megatrain.evaluator import evaluate_model
+from megatrain.trainer import Trainer
 from tests.tokenizers_for_tests import save_tiny_model
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"

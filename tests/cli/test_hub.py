@@ -170,6 +170,3 @@ def test_only_what_is_needed_is_downloaded(
     hub.ModelFiles(name=NAME, directory=folder).fetch_weights()
     assert sorted(fetched) == shards
     assert revisions == ["main", NEW]  # weights of the same commit, wherever main has gone
-    fetched.clear()
-    hub.find_model(NAME, code=True)
-    assert set(fetched) - set(small) == {"modeling_own.py"}

@@ -290,6 +290,19 @@ def test_without_clipping_a_non_finite_block_is_named_and_ends_the_run() -> None
     assert engine.store.adam_steps == [0, 0, 0, 1, 1]
 
 
+def test_without_clipping_a_non_finite_loss_skips_the_step() -> None:
+    config = make_config("llama")
+    options = replace(OPTIONS, max_grad_norm=0.0)
+    masters = masters_of(reference_model(config))
+    masters["lm_head.weight"][3] = math.nan
+    engine = make_engine(config, masters, options=options)
+    before = engine_state(engine, Purpose.EXP_AVG)
+    result = engine.step(STEPS[0], learning_rate=LEARNING_RATE)
+    assert result.skipped and math.isnan(result.loss)
+    assert same_bits(engine_state(engine, Purpose.EXP_AVG), before)
+    assert engine.store.adam_steps == [0] * 5
+
+
 def test_tiny_learning_rates_move_masters_that_bf16_would_lose() -> None:
     config = make_config("llama")
     masters = masters_of(reference_model(config))

@@ -1,7 +1,5 @@
 """What the planner counts is what the engine allocates, to the byte."""
 
-from dataclasses import replace
-
 import pytest
 
 from megatrain.engine import EngineOptions, step_plan
@@ -48,6 +46,8 @@ def test_a_run_that_does_not_fit_says_what_for() -> None:
     need = memory_need(
         [block.layout for block in engine.model.blocks], engine.plan, gradient_dtype="float32"
     )
-    check_fits(replace(need), budget=10**10, on_device=False)
+    check_fits(need, budget=10**10, device_free=None)
     with pytest.raises(UserError, match=r"exp_avg .* KiB.*1\.00 MiB is allowed by host_memory"):
-        check_fits(need, budget=2**20, on_device=True)
+        check_fits(need, budget=2**20, device_free=10**12)
+    with pytest.raises(UserError, match="of slots on the GPU"):
+        check_fits(need, budget=10**10, device_free=need.device_slots - 1)

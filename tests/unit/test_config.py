@@ -25,7 +25,6 @@ MODEL_CONFIG = {
     "model_name_or_path",
     "model_revision",
     "dtype",
-    "trust_remote_code",
     "attn_implementation",
 }
 """Of TRL's ModelConfig."""

@@ -10,8 +10,10 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from megatrain.data import (
+    ChosenRows,
     DataOptions,
     DatasetStats,
+    Row,
     StepSampler,
     TokenizedRows,
     load_rows,
@@ -226,3 +228,14 @@ def test_a_missing_tokenizer_or_template_is_named(
         load_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"chat template none\.jinja: no such file"):
         load_tokenizer(tmp_path, chat_template="none.jinja")
+
+
+def test_chosen_rows_are_those_rows() -> None:
+    rows = [Row(input_ids=np.array([i, i]), weights=np.ones(2, np.float32)) for i in range(5)]
+    chosen = ChosenRows(rows, [4, 0, 2])
+    assert len(chosen) == 3
+    assert [int(row.input_ids[0]) for row in chosen] == [4, 0, 2]
+    assert [int(row.input_ids[0]) for row in chosen[1:9]] == [0, 2]
+    assert chosen[-1] is rows[2]
+    with pytest.raises(IndexError):
+        chosen[3]

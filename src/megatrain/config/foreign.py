@@ -196,6 +196,7 @@ _refused("rope_scaling", "use config_overrides: {rope_parameters: {rope_type: ..
 _refused("flash_attn flash_attention", "use attn_implementation: sdpa", "auto", "sdpa")
 _refused("resize_token_embeddings_to_32x", "use pad_vocab_to_multiple_of: 32")
 _refused("special_tokens", "use add_special_tokens, a list", {})
+_refused("trust_remote_code", "only architectures that transformers itself has are trained")
 _refused("shrink_embeddings", "the vocabulary never shrinks")
 _refused("freeze_trainable_layers", "use trainable: ['layers[-N:]']")
 _refused("freeze_trainable_modules freeze_extra_modules", "use trainable, patterns", "all")

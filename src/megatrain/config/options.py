@@ -107,7 +107,6 @@ class TrainConfig(BaseModel):
     frozen: list[str] = Field(
         default_factory=list, description="Patterns of the same kinds; what matches is not trained."
     )
-    trust_remote_code: bool = Field(False, description="Run code that comes with the model.")
     attn_implementation: str | None = Field(
         None, description="Attention code of transformers: eager or sdpa; default: its own choice."
     )

@@ -2,7 +2,7 @@
 
 from megatrain.data.dataset import load_rows
 from megatrain.data.formats import DataOptions
-from megatrain.data.rows import DatasetStats, Row, TokenizedRows
+from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
 from megatrain.data.tokenizer import (
     extend_tokenizer,
@@ -12,6 +12,7 @@ from megatrain.data.tokenizer import (
 )
 
 __all__ = [
+    "ChosenRows",
     "DataOptions",
     "DatasetStats",
     "Row",

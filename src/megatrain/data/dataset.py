@@ -42,7 +42,7 @@ def load_rows(
     stats = collector.stats()
     if not stats.rows:
         raise UserError(
-            asked=f"train on {', '.join(map(str, files))}",
+            asked=f"rows from {', '.join(map(str, files))}",
             found=_nothing(stats, options.max_length),
             change="check the columns, max_length and the chat template",
         )

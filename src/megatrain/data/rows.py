@@ -84,6 +84,30 @@ class TokenizedRows(Sequence[Row]):
         )
 
 
+class ChosenRows(Sequence[Row]):
+    """Some rows of a sequence, by number; nothing is copied.
+
+    Args:
+        rows: all of them.
+        numbers: those that are chosen, in their order.
+    """
+
+    def __init__(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        self._rows, self._numbers = rows, np.asarray(numbers, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self._rows[int(number)] for number in self._numbers[index]]
+        return self._rows[int(self._numbers[index])]
+
+
 class RowCollector:
     """Takes rows one by one into flat arrays, so that a row object lives only for a moment."""
 

@@ -1,6 +1,14 @@
 """The streaming engine: runs a step's schedule on lanes."""
 
-from megatrain.engine.engine import Engine, EngineOptions, EvalSums, StepResult, step_plan
+from megatrain.engine.device import choose_device, free_device_bytes
+from megatrain.engine.engine import (
+    Engine,
+    EngineOptions,
+    EvalSums,
+    StepResult,
+    check_options,
+    step_plan,
+)
 from megatrain.engine.loss import Loss, cross_entropy
 
 __all__ = [
@@ -9,6 +17,9 @@ __all__ = [
     "EvalSums",
     "Loss",
     "StepResult",
+    "check_options",
+    "choose_device",
     "cross_entropy",
+    "free_device_bytes",
     "step_plan",
 ]

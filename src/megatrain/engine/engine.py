@@ -124,7 +124,7 @@ class Engine:
         lanes: Lanes | None = None,
     ) -> None:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
-        gradient_dtype = _check_options(model, options)
+        gradient_dtype = check_options(model, options)
         self.model, self.store, self.options, self.device = model, store, options, device
         self.plan = step_plan(model, options, resident=store.resident)
         self.steps_done = 0
@@ -210,7 +210,7 @@ class Engine:
                 self._pending = PendingUpdate(learning_rate=learning_rate, gradient_scale=scale)
         self.skipped_steps += skipped
         names = tuple(self.model.blocks[block].name for block in state.nonfinite_blocks)
-        if names and not self.options.allow_nonfinite_blocks:
+        if names and not skipped and not self.options.allow_nonfinite_blocks:
             raise NonFiniteGradientError(
                 f"step {state.step}: the gradient of {', '.join(names)} is not finite; these"
                 " blocks were not updated. Lower the learning rate or turn clipping on."
@@ -345,8 +345,12 @@ def step_plan(
     )
 
 
-def _check_options(model: BlockModel, options: EngineOptions) -> str:
-    """The dtype of waiting gradients, once the options are known to make sense."""
+def check_options(model: BlockModel, options: EngineOptions) -> str:
+    """The dtype of waiting gradients, once the options are known to make sense.
+
+    Raises:
+        UserError: for the first that does not.
+    """
     positive = {
         "micro_batch_rows": options.micro_batch_rows,
         "micro_batch_tokens": options.micro_batch_tokens,

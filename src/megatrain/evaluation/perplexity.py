@@ -32,8 +32,7 @@ def evaluate_rows(engine: Engine, rows: Sequence[Row], batch_size: int) -> EvalR
     assert batch_size >= 1
     loss_sum = weight_sum = 0.0
     for start in range(0, len(rows), batch_size):
-        stop = min(start + batch_size, len(rows))
-        sums = engine.evaluate([rows[i] for i in range(start, stop)])
+        sums = engine.evaluate(rows[start : start + batch_size])
         loss_sum += sums.loss_sum
         weight_sum += sums.weight_sum
     assert weight_sum > 0

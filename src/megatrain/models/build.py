@@ -34,7 +34,6 @@ COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def read_config(
     path: str | Path,
     *,
-    trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
     gguf_file: str | None = None,
 ) -> Any:
@@ -44,7 +43,6 @@ def read_config(
 
     Args:
         path: the model's directory.
-        trust_remote_code: run code that stands beside it.
         overrides: values to change; see `override_config`.
         gguf_file: name of a GGUF file in the directory, whose header is read instead.
 
@@ -61,7 +59,7 @@ def read_config(
             stored, _ = PreTrainedConfig.get_config_dict(str(path), gguf_file=gguf_file)
             config = CONFIG_MAPPING[stored["model_type"]].from_dict(stored)
         else:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(str(path))
             stored, _ = PreTrainedConfig.get_config_dict(str(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         found = str(error).strip().splitlines()[0].rstrip(".")
@@ -72,7 +70,7 @@ def read_config(
             if gguf_file is None
             else CONVERT,
         ) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trust_remote_code:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=asked,
             found=f"model type '{config.model_type}', which has no causal language model",

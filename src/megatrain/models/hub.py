@@ -18,7 +18,6 @@ from megatrain.models.source import checkpoint_files, weight_names
 
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Config, tokenizer, chat template and the index of the weights."""
-CODE_FILES = ("*.py",)
 IN_FOLDERS = ("*/*",)
 """Files below the top: the same weights once more, for other programs."""
 
@@ -59,7 +58,6 @@ def find_model(
     gguf_file: str | None = None,
     revision: str | None = None,
     cache_dir: str | None = None,
-    code: bool = False,
 ) -> ModelFiles:
     """A model's files; of an id everything but the weights is fetched (but all of a GGUF file).
 
@@ -69,7 +67,6 @@ def find_model(
         gguf_file: name of a GGUF file in it.
         revision: branch, tag or commit of a model id.
         cache_dir: the Hub's cache, if it is not at its usual place.
-        code: fetch the Python files too.
 
     Raises:
         UserError: if there is no such model, here or there.
@@ -82,7 +79,7 @@ def find_model(
                 change="remove model_revision, or give a model id",
             )
         return ModelFiles(name=name, directory=Path(name), gguf_file=gguf_file)
-    patterns = [*TEXT_FILES, *(CODE_FILES if code else ()), *([gguf_file] if gguf_file else ())]
+    patterns = [*TEXT_FILES, *([gguf_file] if gguf_file else ())]
     directory = _snapshot(name, revision, cache_dir, patterns, key=key)
     return ModelFiles(name=name, directory=directory, gguf_file=gguf_file, cache_dir=cache_dir)
 

@@ -55,7 +55,6 @@ def load_blocks(
     *,
     compute_dtype: str,
     selection: Selection | None = None,
-    trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
     num_tokens: int = 0,
     multiple_of: int | None = None,
@@ -66,7 +65,6 @@ def load_blocks(
         files: the model's.
         compute_dtype: "bfloat16" or "float32".
         selection: what is trained; everything by default.
-        trust_remote_code: run code that comes with the model.
         overrides: changes to its config.
         num_tokens: token ids that need a row in the embedding.
         multiple_of: round the number of rows up to a multiple of this.
@@ -77,7 +75,6 @@ def load_blocks(
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(
         files.directory,
-        trust_remote_code=trust_remote_code,
         overrides=overrides,
         gguf_file=files.gguf_file,
     )

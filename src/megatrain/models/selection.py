@@ -24,6 +24,8 @@ class Selection:
     trainable: Sequence[str] = ()
     """None at all: everything."""
     frozen: Sequence[str] = ()
+    evaluation: bool = False
+    """Nothing is trained: the model is only evaluated."""
 
     def names(self, blocks: Mapping[str, Sequence[str]]) -> set[str]:
         """The full names of the parameters that are trained.
@@ -34,6 +36,8 @@ class Selection:
         Raises:
             UserError: if a pattern matches nothing, or nothing is left to train.
         """
+        if self.evaluation:
+            return set()
         everything = {name for names in blocks.values() for name in names}
         chosen = _union("trainable", self.trainable, blocks) if self.trainable else everything
         chosen -= _union("frozen", self.frozen, blocks)

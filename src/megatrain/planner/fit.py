@@ -74,16 +74,27 @@ def available_host_bytes() -> int:
     return available
 
 
-def check_fits(need: MemoryNeed, *, budget: int | None, on_device: bool) -> None:
-    """Refuse a run that the host cannot hold.
+def check_fits(
+    need: MemoryNeed, *, budget: int | None, device_free: int | None, to: str = "train"
+) -> None:
+    """Refuse a run that the host cannot hold, or whose slots the GPU cannot.
 
     Args:
         budget: the user's `host_memory` in bytes; None for what is free.
-        on_device: whether slots live on a GPU; on the CPU they take host memory too.
+        device_free: free bytes of the GPU; None on the CPU, where slots take host memory too.
+        to: what the memory is for, in words.
 
     Raises:
         UserError: naming what is needed by purpose and what there is.
     """
+    if device_free is not None and need.device_slots > device_free:
+        raise UserError(
+            asked=f"{to} with {format_bytes(need.device_slots)} of slots on the GPU, before"
+            " activations",
+            found=f"{format_bytes(device_free)} free there",
+            change="free GPU memory, or choose a model with smaller layers, embedding or head",
+        )
+    on_device = device_free is not None
     total = need.host_total + (0 if on_device else need.device_slots)
     have = available_host_bytes() if budget is None else budget
     if total <= have:
@@ -91,8 +102,10 @@ def check_fits(need: MemoryNeed, *, budget: int | None, on_device: bool) -> None
     slots = "" if on_device else f", slots {format_bytes(need.device_slots)}"
     source = "is free" if budget is None else "is allowed by host_memory"
     raise UserError(
-        asked=f"train with {format_bytes(total)} of host memory ({need.table()}{slots})",
+        asked=f"{to} with {format_bytes(total)} of host memory ({need.table()}{slots})",
         found=f"{format_bytes(have)} {source}",
-        change="choose a smaller model, free memory, freeze blocks, or set max_grad_norm: 0"
+        change="choose a smaller model, or free memory"
+        if not need.host.get("gradient")
+        else "choose a smaller model, free memory, freeze blocks, or set max_grad_norm: 0"
         " (gradients then need no room of their own)",
     )

@@ -31,7 +31,9 @@ class StepPlan:
 
     @property
     def lowest_trainable(self) -> int:
-        return self.trainable.index(True)
+        """The lowest block with anything to train; behind the head if there is none."""
+        trained = (block for block, trainable in enumerate(self.trainable) if trainable)
+        return next(trained, len(self.trainable))
 
     def gradient_slot(self, block: int) -> int:
         """The accumulator, staging and (without clipping) home slot of a block's gradient."""

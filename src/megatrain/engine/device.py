@@ -1,0 +1,30 @@
+"""The compute device of a run."""
+
+import torch
+
+from megatrain.errors import UserError
+
+
+def choose_device(name: str) -> torch.device:
+    """The compute device of `auto`, `cpu` or `cuda`.
+
+    Raises:
+        UserError: for cuda where there is none, or another name.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            asked=f"device: {name}", found="no such device", change="use auto, cpu or cuda"
+        )
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            asked="device: cuda",
+            found="no CUDA device that torch can use",
+            change="use device: cpu",
+        )
+    use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Free memory of a GPU; None for the CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
