@@ -60,7 +60,7 @@ def save_tiny_gguf(path: Path) -> None:
 
     from tests.numerics.gguf_files import write_gguf
 
-    tokens = [*SPECIAL[:3], *sorted(pre_tokenizers.ByteLevel.alphabet()), "th"]
+    tokens = [*SPECIAL[:3], *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the"]
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=32,
@@ -70,4 +70,4 @@ def save_tiny_gguf(path: Path) -> None:
         num_key_value_heads=2,
         vocab_size=len(tokens),
     )
-    write_gguf(path, LlamaForCausalLM(config), "llama", tokens=tokens, merges=["t h"])
+    write_gguf(path, LlamaForCausalLM(config), "llama", tokens=tokens, merges=["t h", "th e"])
