@@ -159,9 +159,9 @@ def test_a_non_finite_block_is_skipped_wherever_it_lives(resident: frozenset[int
     engine = make_engine(config, masters, options=options, device="cuda", resident=resident)
     inner, broken = engine.model.layer, [False]
 
-    def layer(index: int, params: Any, x: Tensor, call: Any) -> Tensor:
-        y = inner(index, params, x, call)
-        return _InfiniteGradient.apply(y) if broken[0] and index == 1 else y
+    def layer(index: int, *args: Any) -> Any:
+        y, written = inner(index, *args)
+        return _InfiniteGradient.apply(y) if broken[0] and index == 1 else y, written
 
     engine.model.layer = layer
     for step in range(6):
