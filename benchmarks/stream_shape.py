@@ -26,6 +26,8 @@ from megatrain.layout import Purpose
 from megatrain.memory import BlockStore
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.initialise import init_block_weights
+from megatrain.monitor import write_trace
+from megatrain.schedule import occupancy
 
 RESULTS = Path(__file__).parent / "results" / "stream_shape.jsonl"
 
@@ -57,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--trace", type=Path, help="write a trace of the last step")
     parser.add_argument("--inline", action="store_true", help="no overlap: the reference")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -89,6 +92,8 @@ def main() -> None:
     for step in range(args.steps):
         started = time.perf_counter()
         rows = sequences(args.rows, args.length, generator)
+        if args.trace and step == args.steps - 1:
+            engine.spans = []
         result = engine.step(rows, learning_rate=args.learning_rate)
         times.append(time.perf_counter() - started)
         losses.append(result.loss)
@@ -96,6 +101,10 @@ def main() -> None:
             f"step {step + 1} loss {result.loss:.4f} norm {result.grad_norm:.3f} {times[-1]:.3f} s",
             flush=True,
         )
+    busy = {}
+    if engine.spans:
+        busy = {lane.value: round(share, 4) for lane, share in occupancy(engine.spans).items()}
+        write_trace(args.trace, engine.spans, [block.name for block in model.blocks])
     tokens = args.rows * args.length
     seconds = statistics.median(times[2:])
     state = sum(
@@ -111,6 +120,7 @@ def main() -> None:
         "tokens_per_step": tokens,
         "max_grad_norm": args.max_grad_norm,
         "lanes": "inline" if args.inline else "default",
+        "lanes_busy": busy,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "seconds_per_step_p50": seconds,

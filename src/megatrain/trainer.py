@@ -47,12 +47,15 @@ from megatrain.models.initialise import init_block_weights
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.models.weights import LoadReport
-from megatrain.monitor import Console, RunLog
+from megatrain.monitor import Console, RunLog, write_trace
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
 from megatrain.preflight import check_run, claim_output, find_gguf
+from megatrain.schedule import occupancy
 from megatrain.units import format_bytes, parse_bytes
 
+WARM_UP_STEPS = 2
+"""Steps before those that are traced: caches are cold in them."""
 MAX_SKIPPED_STEPS = 20
 """A run whose last steps were all skipped as non-finite will not recover."""
 
@@ -113,6 +116,7 @@ class Trainer:
             if config.max_steps > 0
             else math.ceil(config.num_train_epochs * self.sampler.steps_per_epoch)
         )
+        self.first_traced = max(0, min(WARM_UP_STEPS, self.total_steps - config.trace_steps))
         self.learning_rate = self._schedule(total_steps=self.total_steps)
         claim_output(Path(config.output_dir))
 
@@ -274,7 +278,11 @@ class Trainer:
         for step in range(self.total_steps):
             rows = [self.train_rows[i] for i in self.sampler.row_indices(step)]
             rate = self.learning_rate(step)
+            if config.trace and step == self.first_traced:
+                engine.spans = []
             result = _step(engine, rows, rate, step)
+            if engine.spans and step + 1 >= self.first_traced + config.trace_steps:
+                self._write_trace(engine, console)
             tokens_seen += result.real_tokens
             tokens_since += result.real_tokens
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -297,6 +305,14 @@ class Trainer:
             if config.eval_steps and done % config.eval_steps == 0 and done < self.total_steps:
                 self._evaluate(engine, log, console, step=done)
                 last = time.perf_counter()
+
+    def _write_trace(self, engine: Engine, console: Console) -> None:
+        assert engine.spans is not None and self.config.trace is not None
+        path = Path(self.config.trace)
+        write_trace(path, engine.spans, [block.name for block in self.model.blocks])
+        busy = ", ".join(f"{lane} {share:.0%}" for lane, share in occupancy(engine.spans).items())
+        console.note(f"trace of {self.config.trace_steps} steps in {path}; lanes busy: {busy}")
+        engine.spans = None
 
     def _evaluate(
         self, engine: Engine, log: RunLog, console: Console, *, step: int

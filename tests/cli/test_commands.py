@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -292,3 +293,13 @@ def test_the_real_command_trains_and_shows_only_its_own_lines(workspace: Path) -
         "step 2/2",
     ]
     assert lines[-1] == "model written to out"
+
+
+def test_a_trace_of_the_last_steps_of_a_short_run(workspace: Path) -> None:
+    Path("c.yaml").write_text(
+        yaml.safe_dump(GOOD | {"max_steps": 2, "trace": "runs/trace.json", "trace_steps": 1})
+    )
+    output = run("train", "c.yaml").stdout
+    assert re.search(r"trace of 1 steps in runs/trace\.json; lanes busy: h2d \d+%", output)
+    events = json.loads(Path("runs/trace.json").read_text())["traceEvents"]
+    assert sum(event["name"] == "update head" for event in events) == 1

@@ -168,7 +168,9 @@ class RandomLanes:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
 
-    def run(self, ops: list[Op], waits: list[tuple[int, ...]], handle: Handler) -> None:
+    def run(
+        self, ops: list[Op], waits: list[tuple[int, ...]], handle: Handler, spans: None = None
+    ) -> None:
         queues = {lane: [i for i, op in enumerate(ops) if op.lane is lane] for lane in Lane}
         done: set[int] = set()
         while len(done) < len(ops):

@@ -45,6 +45,8 @@ OWN_KEYS = frozenset(
         "max_shard_size",
         "device",
         "host_memory",
+        "trace",
+        "trace_steps",
     }
 )
 """Keys that neither TrainingArguments nor TRL's SFTConfig and ModelConfig have."""
@@ -199,6 +201,14 @@ class TrainConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where blocks are computed.")
     host_memory: str | None = Field(
         None, description="Host memory that the run may use, such as 100GiB; default: what is free."
+    )
+    trace: str | None = Field(
+        None,
+        description="Write a trace of trace_steps steps to this file, which"
+        " https://ui.perfetto.dev opens: what each lane did when.",
+    )
+    trace_steps: int = Field(
+        2, ge=1, description="Steps in the trace; the first steps of a run are left out of it."
     )
     full_determinism: bool = Field(
         False, description="Deterministic kernels on the GPU: the same bits in every run."

@@ -24,6 +24,7 @@ from megatrain.models import BlockKind, BlockModel
 from megatrain.optim import device_update, host_updater, reference_update
 from megatrain.schedule import (
     Op,
+    Span,
     StepPlan,
     build_evaluation,
     build_flush,
@@ -129,6 +130,8 @@ class Engine:
         self.plan = step_plan(model, options, resident=store.resident)
         self.steps_done = 0
         self.skipped_steps = 0
+        self.spans: list[Span] | None = None
+        """Set to a list to have it filled with when each operation ran."""
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
         on_threads = device.type == "cuda" if options.threads is None else options.threads
@@ -314,7 +317,7 @@ class Engine:
         if self.options.debug:
             verify_waits(ops, waits)
         try:
-            self._lanes.run(ops, waits, partial(self._handle, state))
+            self._lanes.run(ops, waits, partial(self._handle, state), self.spans)
         except BaseException as error:
             self._unusable = (
                 f"a step failed with {type(error).__name__} and left some blocks updated and others"

@@ -5,12 +5,13 @@ lane works through its own operations in order and waits only where the schedule
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
-from megatrain.schedule import Lane, Op
+from megatrain.schedule import Lane, Op, Span
 
 Handler = Callable[[Op], None]
 
@@ -18,8 +19,17 @@ Handler = Callable[[Op], None]
 class Lanes(Protocol):
     """Runs a list of operations to its end."""
 
-    def run(self, ops: Sequence[Op], waits: Sequence[Sequence[int]], handle: Handler) -> None:
-        """Run all operations; returns when everything, device work included, is done."""
+    def run(
+        self,
+        ops: Sequence[Op],
+        waits: Sequence[Sequence[int]],
+        handle: Handler,
+        spans: list[Span] | None = None,
+    ) -> None:
+        """Run all operations; returns when everything, device work included, is done.
+
+        When each ran is appended to `spans` if it is given.
+        """
 
 
 class InlineLanes:
@@ -32,11 +42,21 @@ class InlineLanes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def run(self, ops: Sequence[Op], waits: Sequence[Sequence[int]], handle: Handler) -> None:
+    def run(
+        self,
+        ops: Sequence[Op],
+        waits: Sequence[Sequence[int]],
+        handle: Handler,
+        spans: list[Span] | None = None,
+    ) -> None:
         for op in ops:
             if op.lane is Lane.HOST:
                 self._wait_for_device()
+            start = time.perf_counter()
             handle(op)
+            if spans is not None:
+                self._wait_for_device()
+                spans.append(Span(op=op, start_s=start, end_s=time.perf_counter()))
         self._wait_for_device()
 
     def _wait_for_device(self) -> None:
@@ -62,6 +82,67 @@ class _Mark:
             stream.wait_event(self.event)
 
 
+class _Clock:
+    """Reads host time on host lanes and the device's time on stream lanes, on one scale."""
+
+    def __init__(self, streams: "dict[Lane, torch.cuda.Stream | None]") -> None:
+        self._readings: list[tuple[Op, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._zero: torch.cuda.Event | None = None
+        stream = next((stream for stream in streams.values() if stream is not None), None)
+        if stream is not None:
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record(stream)
+            self._zero.synchronize()
+        self._zero_s = time.perf_counter()
+
+    def read(self, stream: "torch.cuda.Stream | None") -> "float | torch.cuda.Event":
+        if stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def add(
+        self, op: Op, start: "float | torch.cuda.Event", end: "float | torch.cuda.Event"
+    ) -> None:
+        self._readings.append((op, start, end))
+
+    def spans(self) -> list[Span]:
+        """In order of their starts; everything must be done."""
+        spans = [
+            Span(op=op, start_s=self._seconds(start), end_s=self._seconds(end))
+            for op, start, end in self._readings
+        ]
+        return sorted(spans, key=lambda span: span.start_s)
+
+    def _seconds(self, reading: "float | torch.cuda.Event") -> float:
+        if isinstance(reading, float):
+            return reading
+        assert self._zero is not None
+        return self._zero_s + self._zero.elapsed_time(reading) / 1e3
+
+
+def _issue(
+    op: Op, stream: "torch.cuda.Stream | None", handle: Handler, clock: _Clock | None
+) -> "torch.cuda.Event | None":
+    """Run an operation, or put it into its stream; the event then marks its end."""
+    with torch.cuda.stream(stream):  # no effect when there is no stream
+        start = None if clock is None else clock.read(stream)
+        handle(op)
+        if clock is not None and start is not None:
+            clock.add(op, start, clock.read(stream))
+        return None if stream is None else stream.record_event()
+
+
+def _wait_for(threads: dict[Lane, threading.Thread], ended: dict[Lane, threading.Event]) -> None:
+    """Wait for those that were started; a join alone takes them for dead once interrupted."""
+    started = [lane for lane, thread in threads.items() if thread.ident is not None]
+    for lane in started:
+        ended[lane].wait()
+    for lane in started:
+        threads[lane].join()
+
+
 class ThreadLanes:
     """One thread a lane; on CUDA the h2d, compute and d2h lanes have a stream each.
 
@@ -75,8 +156,15 @@ class ThreadLanes:
             for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H):
                 self.streams[lane] = torch.cuda.Stream(device)
 
-    def run(self, ops: Sequence[Op], waits: Sequence[Sequence[int]], handle: Handler) -> None:
+    def run(
+        self,
+        ops: Sequence[Op],
+        waits: Sequence[Sequence[int]],
+        handle: Handler,
+        spans: list[Span] | None = None,
+    ) -> None:
         marks = [_Mark() for _ in ops]
+        clock = None if spans is None else _Clock(self.streams)
         failures: list[BaseException] = []
 
         def fail(error: BaseException) -> None:
@@ -94,10 +182,7 @@ class ThreadLanes:
                         marks[earlier].order_after(stream)
                     if failures:
                         return
-                    with torch.cuda.stream(stream):  # no effect when there is no stream
-                        handle(op)
-                        if stream is not None:
-                            marks[index].event = stream.record_event()
+                    marks[index].event = _issue(op, stream, handle, clock)
                     marks[index].issued.set()
             except BaseException as error:  # noqa: BLE001  handed to the caller, whatever it is
                 fail(error)
@@ -106,23 +191,17 @@ class ThreadLanes:
 
         used = {op.lane for op in ops}
         ended = {lane: threading.Event() for lane in used}
-        threads = [
-            threading.Thread(target=work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
+        threads = {
+            lane: threading.Thread(target=work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
             for lane in used
-        ]
+        }
         try:
-            for thread in threads:
+            for thread in threads.values():
                 thread.start()
-            for event in ended.values():  # a join that is interrupted takes the thread for dead
-                event.wait()
+            _wait_for(threads, ended)
         except BaseException as interrupt:  # noqa: BLE001  the lanes must stop before it goes on
             fail(interrupt)
-            for lane, thread in zip(used, threads, strict=True):
-                if thread.ident is not None:  # it was started
-                    ended[lane].wait()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+            _wait_for(threads, ended)
         try:
             if failures:
                 raise failures[0]
@@ -131,3 +210,5 @@ class ThreadLanes:
             for used_stream in self.streams.values():
                 if used_stream is not None:
                     used_stream.synchronize()
+        if clock is not None and spans is not None:
+            spans += clock.spans()

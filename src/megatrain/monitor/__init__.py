@@ -2,5 +2,6 @@
 
 from megatrain.monitor.console import Console
 from megatrain.monitor.run_log import RunLog
+from megatrain.monitor.trace import write_trace
 
-__all__ = ["Console", "RunLog"]
+__all__ = ["Console", "RunLog", "write_trace"]

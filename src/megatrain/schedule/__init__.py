@@ -19,6 +19,7 @@ from megatrain.schedule.build import (
 )
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
 from megatrain.schedule.sizes import SlotSizes, slot_sizes
+from megatrain.schedule.spans import Span, occupancy
 from megatrain.schedule.verify import derive_waits, verify_contents, verify_waits, with_poison
 
 __all__ = [
@@ -30,12 +31,14 @@ __all__ = [
     "Slot",
     "SlotSizes",
     "Space",
+    "Span",
     "StepPlan",
     "build_evaluation",
     "build_flush",
     "build_step",
     "derive_waits",
     "initial_contents",
+    "occupancy",
     "slot_sizes",
     "verify_contents",
     "verify_waits",
