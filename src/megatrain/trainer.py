@@ -75,6 +75,8 @@ class Trainer:
     def __init__(
         self, config: TrainConfig, *, loss: Loss = cross_entropy, quiet: bool = False
     ) -> None:
+        if not isinstance(config, TrainConfig):
+            raise TypeError(f"config is a {type(config).__name__}: make it with TrainConfig(...)")
         check_run(
             model=config.model_name_or_path,
             gguf_file=config.gguf_file,
@@ -105,6 +107,7 @@ class Trainer:
         self._check_memory()
         self._schedule(total_steps=config.max_steps if config.max_steps > 0 else 1)  # its name
         self.train_rows, self.eval_rows, self.stats = self._load_data()
+        self._check_lengths()
         self.sampler = StepSampler(
             len(self.train_rows),
             config.per_device_train_batch_size * config.gradient_accumulation_steps,
@@ -169,6 +172,16 @@ class Trainer:
             training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
         return training, held_out, rows.stats
 
+    def _check_lengths(self) -> None:
+        longest, positions = self.stats.longest, self.model.max_positions
+        if positions is not None and longest > positions:
+            raise UserError(
+                asked=f"train on rows of up to {longest} tokens",
+                found=f"a model made for {positions} (max_position_embeddings)",
+                change=f"set max_length: {positions}, or raise the model's own limit with"
+                f" config_overrides: {{max_position_embeddings: {longest}}}",
+            )
+
     def _schedule(self, *, total_steps: int) -> Callable[[int], float]:
         config = self.config
         warmup = config.warmup_steps
@@ -231,7 +244,8 @@ class Trainer:
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
             f" {self.compute_dtype} on {self.device.type}; host memory"
             f" {format_bytes(self.need.host_total)} ({self.need.table()})\n"
-            f"{stats.rows} rows, {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised;"
+            f"{len(self.train_rows)} rows to train on, {len(self.eval_rows)} held out; files:"
+            f" {stats.rows} rows, {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised,"
             f" {stats.truncated} rows cut at max_length, {stats.skipped} records skipped;"
             f" {self.total_steps} steps"
         )

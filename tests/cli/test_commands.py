@@ -130,6 +130,11 @@ GOOD: dict[str, Any] = {
         ),
         ({"model_name_or_path": "models/shape"}, r"no file model\.safetensors"),
         ({"gradient_dtype": "bfloat16", "dtype": "float32"}, "coarser"),
+        ({"model_name_or_path": "models/cut"}, "damaged or incomplete"),
+        (
+            {"config_overrides": {"max_position_embeddings": 16}},
+            r"made for 16 .*config_overrides: \{max_position_embeddings: ",
+        ),
         ({"output_dir": "."}, "the current directory or one above it"),
         ({"output_dir": "/proc/out"}, "no way to write there"),
     ],
@@ -139,6 +144,8 @@ def test_a_mistake_is_one_clear_error(
 ) -> None:
     if changes.get("device") == "cuda" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    shutil.copytree("models/base", "models/cut")
+    os.truncate("models/cut/model.safetensors", 1000)
     Path("c.yaml").write_text(yaml.safe_dump(GOOD | changes))
     with pytest.raises(UserError, match=message):
         run("train", "c.yaml")

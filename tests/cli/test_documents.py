@@ -35,6 +35,12 @@ def test_the_commands_shown_run_in_the_order_shown(workspace: Path) -> None:
         assert result.exit_code == 0, (command, result.exception)
 
 
+def test_python_in_the_readme_runs(workspace: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    exec(code, {})
+    assert Path("runs/python/model.safetensors").is_file()
+
+
 def test_python_in_the_quickstart_runs(workspace: Path) -> None:
     CliRunner().invoke(app, ["train", "examples/sft.yaml", *SHORT])
     (code,) = re.findall(

@@ -71,8 +71,8 @@ def _refused(names: str, why: str, *accepted: Any) -> None:
     REFUSED.update(dict.fromkeys(names.split(), key))
 
 
-_met("bf16", "dtype decides, and auto is bfloat16 on a GPU; masters are fp32 always")
-_met("bf16_full_eval", "evaluation computes in the same dtype as training")
+_met("bf16", "dtype decides, and auto is bfloat16 on a GPU; masters are fp32 always", True, False)
+_met("bf16_full_eval", "evaluation computes in the same dtype as training", True, False)
 _met(
     "gradient_checkpointing gradient_checkpointing_kwargs"
     " activation_checkpointing activation_checkpointing_kwargs",

@@ -80,7 +80,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
-    """`--key value`, `--key=value` and `key=value` to a dictionary.
+    """`--key value`, `--key=value` and `key=value` to a dictionary; the last of a key counts.
 
     Raises:
         UserError: for anything else.
@@ -98,8 +98,9 @@ def parse_overrides(items: Sequence[str]) -> dict[str, Any]:
                     change="write --key value or key=value",
                 )
             text = rest.pop(0)
+        key = key.replace("-", "_")
         try:
-            found[key.replace("-", "_")] = yaml.load(text, Loader=_StrictLoader)
+            found[key] = yaml.load(text, Loader=_StrictLoader)
         except yaml.YAMLError as error:
             raise UserError(
                 asked=f"override '{key}={text}'",

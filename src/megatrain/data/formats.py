@@ -69,6 +69,13 @@ def check_options(options: DataOptions) -> None:
         )
 
 
+NOT_YET = {
+    "conversations": "convert ShareGPT rows to messages: a list of {role, content}",
+    "instruction": "convert Alpaca rows to prompt (instruction and input) and completion (output)",
+}
+"""Columns of formats that are not read, and what to do with them."""
+
+
 def detect_format(record: Record, options: DataOptions) -> str:
     """The format whose columns the record has; messages before prompt/completion before text.
 
@@ -90,7 +97,8 @@ def detect_format(record: Record, options: DataOptions) -> str:
     raise UserError(
         asked=f"detect the format of {record.place}",
         found=f"the columns {', '.join(sorted(columns)) or 'none'}",
-        change=f"{hint}set prompt_column and completion_column to the columns to train on",
+        change=next((NOT_YET[column] for column in NOT_YET if column in columns), None)
+        or f"{hint}set prompt_column and completion_column to the columns to train on",
     )
 
 

@@ -95,6 +95,12 @@ class BlockModel:
         return size
 
     @property
+    def max_positions(self) -> int | None:
+        """Tokens of a row that the model was made for, if its config says."""
+        positions: int | None = getattr(text_config(self.config), "max_position_embeddings", None)
+        return positions
+
+    @property
     def num_layers(self) -> int:
         return len(self.container)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -52,7 +52,7 @@ class SafetensorsSource:
     """safetensors files, quantised or not."""
 
     def __init__(self, files: list[Path], storage: StorageFormat | None) -> None:
-        handles = [safe_open(file, framework="pt") for file in files]
+        handles = [_open(file) for file in files]
         self._handles = {key: handle for handle in handles for key in handle.keys()}  # noqa: SIM118
         self._storage = storage
         self._stored = (
@@ -85,6 +85,17 @@ class SafetensorsSource:
 
     def check_complete(self, missing: list[str], unexpected: list[str]) -> None:
         """What does not match is reported, not refused."""
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            asked=f"the weights in {file}",
+            found=f"a file that is damaged or incomplete ({error})",
+            change="download or copy it again",
+        ) from error
 
 
 class LazyTensor:
