@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from megatrain.engine import EngineOptions
+from megatrain.engine.randomness import seed_of
 from megatrain.layout import Purpose
 
 from .harness import (
@@ -110,3 +111,27 @@ def test_lanes_and_slots_do_not_change_a_bit(model_type: str) -> None:
         engine.close()
     assert same_bits(states[0], states[1])
     assert same_bits(states[0], states[2])
+
+
+def test_dropout_with_carried_tensors_equals_plain_pytorch_with_the_same_masks() -> None:
+    config = AutoConfig.for_model("gemma4_text", **GEMMA4, attention_dropout=0.2)
+    model = reference_model(config)
+    engine = make_engine(config, masters_of(model), options=replace(OPTIONS, seed=7))
+    assert engine.model.random
+    row = 0
+
+    def seed_block(block: int) -> None:
+        torch.manual_seed(seed_of(7, 0, block, row))
+
+    for index, layer in enumerate(model.model.layers):
+        layer.register_forward_pre_hook(lambda *_, block=index + 1: seed_block(block))
+    rows = STEPS[0]
+    total = sum(float(r.weights[1:].sum()) for r in rows)
+    for row, each in enumerate(rows):  # noqa: B007  (seed_block reads it)
+        ids, weights = torch.from_numpy(each.input_ids), torch.from_numpy(each.weights)
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        losses = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+        ((losses * weights[1:]).sum() / total).backward()
+    engine.step(rows, learning_rate=1e-3)
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert_close(gradients_of(engine), expected, relative=2e-4, what="gradient")
