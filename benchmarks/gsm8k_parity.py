@@ -40,9 +40,8 @@ def streamed(steps: list[list[Any]]) -> list[float]:
     """Losses of this engine."""
     blocks = load_blocks(find_model(str(MODEL)), compute_dtype="float32")
     model = blocks.model
-    store = BlockStore([block.layout for block in model.blocks], device=torch.device("cpu"))
-    for index, tensors in blocks.weights(LoadReport()):
-        store.write(index, tensors)
+    layouts = [block.layout for block in model.blocks]
+    store = BlockStore.filled(layouts, blocks.weights(LoadReport()), device=torch.device("cpu"))
     options = EngineOptions(
         adamw=AdamWOptions(weight_decay=WEIGHT_DECAY),
         max_grad_norm=MAX_GRAD_NORM,

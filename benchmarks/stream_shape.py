@@ -81,9 +81,8 @@ def main() -> None:
     )
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     model = split_model(build_on_meta(config, compute_dtype=dtype), compute_dtype=dtype)
-    store = BlockStore([block.layout for block in model.blocks], device=device)
-    for index, tensors in init_block_weights(model, seed=0):
-        store.write(index, tensors)
+    layouts = [block.layout for block in model.blocks]
+    store = BlockStore.filled(layouts, init_block_weights(model, seed=0), device=device)
     options = EngineOptions(micro_batch_rows=args.micro_rows, max_grad_norm=args.max_grad_norm)
     lanes = InlineLanes(device) if args.inline else None
     engine = Engine(model, store, options, device=device, lanes=lanes)

@@ -12,7 +12,6 @@ from megatrain.engine import (
     free_device_bytes,
     step_plan,
 )
-from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
 from megatrain.models.hub import find_model
@@ -42,23 +41,14 @@ def evaluate_model(
     blocks = load_blocks(files, compute_dtype=dtype, selection=Selection(evaluation=True))
     model = blocks.model
     files.fetch_weights()
-    options = replace(options, vocab_size=model.vocab_size)
+    options = replace(options, vocab_size=model.vocab_size, max_positions=model.learned_positions)
     rows = load_rows(data, load_tokenizer(files.directory, gguf_file=gguf_file), options)
     engine_options = EngineOptions(max_grad_norm=0.0)
     plan = step_plan(model, engine_options)
     need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
     check_fits(need, budget=None, device_free=free_device_bytes(chosen), to="evaluate")
-    store = BlockStore([block.layout for block in model.blocks], device=chosen)
-    report = LoadReport()
-    for index, tensors in blocks.weights(report):
-        if report.missing:
-            raise UserError(
-                asked=f"evaluate {model_path}",
-                found=f"{len(report.missing)} parameters missing from its checkpoint (the first:"
-                f" {report.missing[0]})",
-                change="give a complete checkpoint",
-            )
-        store.write(index, tensors)
+    weights = blocks.weights(LoadReport(), complete=True)
+    store = BlockStore.filled([block.layout for block in model.blocks], weights, device=chosen)
     engine = Engine(model, store, engine_options, device=chosen)
     result = evaluate_rows(engine, rows, batch_size)
     engine.close()

@@ -133,6 +133,23 @@ def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
         )
 
 
+def claim_file(key: str, path: Path) -> None:
+    """Create an empty file for what is written during the run.
+
+    Raises:
+        UserError: if the system refuses it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise UserError(
+            asked=f"{key}: {path}",
+            found=f"no way to write there ({error.strerror})",
+            change="choose another file",
+        ) from error
+
+
 def claim_output(output: Path) -> None:
     """Create the output directory, and see that what is written beside it first can be.
 

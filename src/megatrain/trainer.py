@@ -4,7 +4,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,14 @@ from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog, write_trace
 from megatrain.optim import learning_rate_schedule
 from megatrain.planner import check_fits, memory_need
-from megatrain.preflight import check_run, claim_output, find_gguf
-from megatrain.schedule import occupancy
+from megatrain.preflight import check_run, claim_file, claim_output, find_gguf
+from megatrain.schedule import Span, occupancy
 from megatrain.units import format_bytes, parse_bytes
 
 WARM_UP_STEPS = 2
 """Steps before those that are traced: caches are cold in them."""
+TRACE_STEPS = 2
+"""Steps in a trace, unless the config says."""
 MAX_SKIPPED_STEPS = 20
 """A run whose last steps were all skipped as non-finite will not recover."""
 
@@ -107,7 +108,6 @@ class Trainer:
         self._check_memory()
         self._schedule(total_steps=config.max_steps if config.max_steps > 0 else 1)  # its name
         self.train_rows, self.eval_rows, self.stats = self._load_data()
-        self._check_lengths()
         self.sampler = StepSampler(
             len(self.train_rows),
             config.per_device_train_batch_size * config.gradient_accumulation_steps,
@@ -119,9 +119,13 @@ class Trainer:
             if config.max_steps > 0
             else math.ceil(config.num_train_epochs * self.sampler.steps_per_epoch)
         )
-        self.first_traced = max(0, min(WARM_UP_STEPS, self.total_steps - config.trace_steps))
+        num_traced = config.trace_steps or TRACE_STEPS
+        first_traced = max(0, min(WARM_UP_STEPS, self.total_steps - num_traced))
+        self.traced = range(first_traced, self.total_steps)[:num_traced]
         self.learning_rate = self._schedule(total_steps=self.total_steps)
         claim_output(Path(config.output_dir))
+        if config.trace is not None:
+            claim_file("trace", Path(config.trace))
 
     def _load_tokenizer(self) -> Tokenizer:
         config, files = self.config, self.files
@@ -161,6 +165,7 @@ class Trainer:
             completion_column=config.completion_column,
             completion_only_loss=config.completion_only_loss,
             assistant_only_loss=config.assistant_only_loss,
+            max_positions=self.model.learned_positions,
         )
         rows: TokenizedRows = load_rows(config.train_files, self.tokenizer, options)
         held_out: Sequence[Row] = []
@@ -171,16 +176,6 @@ class Trainer:
             keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
             training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
         return training, held_out, rows.stats
-
-    def _check_lengths(self) -> None:
-        longest, positions = self.stats.longest, self.model.max_positions
-        if positions is not None and longest > positions:
-            raise UserError(
-                asked=f"train on rows of up to {longest} tokens",
-                found=f"a model made for {positions} (max_position_embeddings)",
-                change=f"set max_length: {positions}, or raise the model's own limit with"
-                f" config_overrides: {{max_position_embeddings: {longest}}}",
-            )
 
     def _schedule(self, *, total_steps: int) -> Callable[[int], float]:
         config = self.config
@@ -218,6 +213,7 @@ class Trainer:
             console.note(self._summary())
             if self.blocks.grown:
                 console.note(self.blocks.grown)
+            self._note_long_rows(console)
             store = self._load_weights(console)
             engine = Engine(self.model, store, self.options, device=self.device, loss=self.loss)
             result = self._evaluate(engine, log, console, step=0)
@@ -250,6 +246,14 @@ class Trainer:
             f" {self.total_steps} steps"
         )
 
+    def _note_long_rows(self, console: Console) -> None:
+        longest, positions = self.stats.longest, self.model.max_positions
+        if positions is not None and longest > positions:
+            console.note(
+                f"rows of up to {longest} tokens, and a model whose config speaks of {positions}"
+                " (max_position_embeddings)"
+            )
+
     def _load_weights(self, console: Console) -> BlockStore:
         config, model = self.config, self.model
         report = LoadReport()
@@ -257,10 +261,8 @@ class Trainer:
             source = init_block_weights(model, seed=config.seed)
         else:
             source = self.blocks.weights(report, seed=config.seed)
-        first = next(source)  # a checkpoint that does not fit the model is refused here
-        store = BlockStore([block.layout for block in model.blocks], device=self.device)
-        for index, tensors in chain([first], source):
-            store.write(index, tensors)
+        layouts = [block.layout for block in model.blocks]
+        store = BlockStore.filled(layouts, source, device=self.device)
         if report.missing:
             console.note(f"not in the checkpoint, initialised: {', '.join(report.missing)}")
         if report.unexpected:
@@ -288,15 +290,16 @@ class Trainer:
     def _loop(self, engine: Engine, log: RunLog, console: Console) -> None:
         config, tokens_seen, skipped_in_a_row = self.config, 0, 0
         started = last = time.perf_counter()
-        tokens_since = 0
+        tokens_since, spans = 0, list[Span]()
         for step in range(self.total_steps):
             rows = [self.train_rows[i] for i in self.sampler.row_indices(step)]
             rate = self.learning_rate(step)
-            if config.trace and step == self.first_traced:
-                engine.spans = []
+            # Of steps alone: an evaluation between two of them is none of their time.
+            engine.spans = spans if config.trace and step in self.traced else None
             result = _step(engine, rows, rate, step)
-            if engine.spans and step + 1 >= self.first_traced + config.trace_steps:
-                self._write_trace(engine, console)
+            engine.spans = None
+            if spans and step == self.traced[-1]:
+                self._write_trace(spans, console)
             tokens_seen += result.real_tokens
             tokens_since += result.real_tokens
             skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
@@ -320,13 +323,12 @@ class Trainer:
                 self._evaluate(engine, log, console, step=done)
                 last = time.perf_counter()
 
-    def _write_trace(self, engine: Engine, console: Console) -> None:
-        assert engine.spans is not None and self.config.trace is not None
+    def _write_trace(self, spans: Sequence[Span], console: Console) -> None:
+        assert self.config.trace is not None
         path = Path(self.config.trace)
-        write_trace(path, engine.spans, [block.name for block in self.model.blocks])
-        busy = ", ".join(f"{lane} {share:.0%}" for lane, share in occupancy(engine.spans).items())
-        console.note(f"trace of {self.config.trace_steps} steps in {path}; lanes busy: {busy}")
-        engine.spans = None
+        write_trace(path, spans, [block.name for block in self.model.blocks])
+        busy = ", ".join(f"{lane} {share:.0%}" for lane, share in occupancy(spans).items())
+        console.note(f"trace of {len(self.traced)} steps in {path}; lanes busy: {busy}")
 
     def _evaluate(
         self, engine: Engine, log: RunLog, console: Console, *, step: int

@@ -81,7 +81,9 @@ def test_a_changed_config_is_trained_and_saved(workspace: Path) -> None:
 
 
 def test_the_config_in_the_documents_trains(workspace: Path) -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "model.md").read_text(), re.S)
+    (text,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs" / "model-options.md").read_text(), re.S
+    )
     Path("own.jinja").write_text(CHATML)
     train(train_files=["data/chat.jsonl"], **yaml.safe_load(text))
     config = AutoModelForCausalLM.from_pretrained("out").config

@@ -60,6 +60,23 @@ def test_what_gemma4_carries() -> None:
     }
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.05, 0.0], ids=["clip", "no clip"])
+def test_three_steps_equal_plain_pytorch(max_grad_norm: float) -> None:
+    model = reference_model(gemma4())
+    options = replace(OPTIONS, max_grad_norm=max_grad_norm)
+    engine = make_engine(gemma4(), masters_of(model), options=options)
+    reference = Reference(model, learning_rate=1e-3, max_grad_norm=max_grad_norm, rows_per_micro=2)
+    for rows in [*STEPS, STEPS[0]]:
+        expected, result = reference.step(rows), engine.step(rows, learning_rate=1e-3)
+        assert result.loss == pytest.approx(expected.loss, rel=5e-6)
+        assert result.grad_norm == pytest.approx(expected.norm, rel=2e-5)
+    for purpose, key in [(Purpose.EXP_AVG, "exp_avg"), (Purpose.EXP_AVG_SQ, "exp_avg_sq")]:
+        assert_close(engine_state(engine, purpose), reference.moments(key), relative=2e-4, what=key)
+    assert_close(
+        engine_state(engine, Purpose.WEIGHT), masters_of(model), relative=2e-4, what="master"
+    )
+
+
 @pytest.mark.parametrize(
     "frozen",
     [

@@ -54,7 +54,7 @@ def test_a_trace_of_one_step(threads: bool, tmp_path: Path) -> None:
     busy = occupancy(spans)
     assert 0 < busy[Lane.COMPUTE] <= 1 and 0 < busy[Lane.HOST] <= 1
 
-    path = tmp_path / "traces" / "trace.json"
+    path = tmp_path / "trace.json"
     write_trace(path, spans, [block.name for block in engine.model.blocks])
     events = json.loads(path.read_text())["traceEvents"]
     assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {lane.value for lane in Lane}

@@ -51,10 +51,10 @@ def saved(name: str, folder: Path) -> Any:
 
 def fill(blocks: LoadedBlocks, seed: int = 0) -> BlockStore:
     layouts = [block.layout for block in blocks.model.blocks]
-    store = BlockStore(layouts, device=torch.device("cpu"))
     report = LoadReport()
-    for index, tensors in blocks.weights(report, seed=seed):
-        store.write(index, tensors)
+    store = BlockStore.filled(
+        layouts, blocks.weights(report, seed=seed), device=torch.device("cpu")
+    )
     assert report.missing == [] and report.unexpected == []
     return store
 

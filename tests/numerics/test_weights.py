@@ -23,11 +23,9 @@ def blocks_of(path: Path, dtype: str = "float32") -> BlockModel:
 
 
 def fill(model: BlockModel, path: Path) -> tuple[BlockStore, LoadReport]:
-    store = BlockStore([b.layout for b in model.blocks], device=torch.device("cpu"))
-    report = LoadReport()
-    for index, tensors in load_block_weights(model, path, report):
-        store.write(index, tensors)
-    return store, report
+    layouts, report = [b.layout for b in model.blocks], LoadReport()
+    source = load_block_weights(model, path, report)
+    return BlockStore.filled(layouts, source, device=torch.device("cpu")), report
 
 
 def tensor_names(folder: Path) -> set[str]:

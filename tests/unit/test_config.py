@@ -69,6 +69,7 @@ def training_arguments() -> dict[str, Any]:
         ({"cutoff_len": 5, "sequence_len": 5}, "cutoff_len and sequence_len"),
         ({"eval_files": ["e"], "eval_split": 0.1}, "exclude each other"),
         ({"eval_steps": 5}, "eval_steps needs"),
+        ({"trace_steps": 5}, "trace_steps needs trace"),
         ({"allow_nonfinite_blocks": True}, "needs max_grad_norm: 0"),
         ({"chat_template_path": "models/base"}, "ends in .jinja"),
         ({"attn_implementation": "flash_attention_2"}, "needs the flash-attn package; use eager"),

@@ -112,6 +112,14 @@ def test_bad_input_is_one_clear_error(
         load_rows([str(tmp_path / name)], TOKENIZER, DataOptions())
 
 
+def test_a_row_longer_than_the_model_has_positions_for_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"text": "short"}, {"text": "longer than that"})
+    rows = load_rows(path, TOKENIZER, DataOptions(max_positions=6, max_length=6))
+    assert rows.stats.longest == 6
+    with pytest.raises(UserError, match=r"jsonl:2 as one row: .* 6 positions .*set max_length to 6"):
+        load_rows(path, TOKENIZER, DataOptions(max_positions=6))
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(UserError, match=r"nowhere\.jsonl.*no such file"):
         load_rows(["nowhere.jsonl"], TOKENIZER, DataOptions())

@@ -207,8 +207,10 @@ class TrainConfig(BaseModel):
         description="Write a trace of trace_steps steps to this file, which"
         " https://ui.perfetto.dev opens: what each lane did when.",
     )
-    trace_steps: int = Field(
-        2, ge=1, description="Steps in the trace; the first steps of a run are left out of it."
+    trace_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Steps in the trace, by default 2; a run's first steps are left out.",
     )
     full_determinism: bool = Field(
         False, description="Deterministic kernels on the GPU: the same bits in every run."
@@ -276,6 +278,8 @@ class TrainConfig(BaseModel):
             raise ValueError("eval_files and eval_split exclude each other")
         if self.eval_steps is not None and not (self.eval_files or self.eval_split):
             raise ValueError("eval_steps needs eval_files or eval_split")
+        if self.trace_steps is not None and self.trace is None:
+            raise ValueError("trace_steps needs trace")
         if self.allow_nonfinite_blocks and self.max_grad_norm > 0:
             raise ValueError("allow_nonfinite_blocks needs max_grad_norm: 0")
         return self

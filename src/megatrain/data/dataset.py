@@ -26,7 +26,7 @@ def load_rows(
 
     Raises:
         UserError: for unreadable input, an empty dataset, one in which nothing is supervised, or a
-            token that the model does not have.
+            token or a position that the model does not have.
     """
     check_options(options)
     files = find_files(paths)
@@ -39,6 +39,7 @@ def load_rows(
             rows = list(record_rows(record, chosen, tokenizer, options))
             _check_vocabulary(rows, record, options.vocab_size)
             collector.add_record(rows)
+            _check_positions(collector.longest, record, options.max_positions)
     stats = collector.stats()
     if not stats.rows:
         raise UserError(
@@ -56,6 +57,15 @@ def _check_vocabulary(rows: Sequence[Row], record: Record, vocab_size: int | Non
             asked=f"the tokens of {record.place}",
             found=f"token {largest}, and a model that has {vocab_size} tokens",
             change="use the model's own tokenizer, or from scratch raise vocab_size in config.json",
+        )
+
+
+def _check_positions(longest: int, record: Record, max_positions: int | None) -> None:
+    if max_positions is not None and longest > max_positions:
+        raise UserError(
+            asked=f"the {longest} tokens of {record.place} as one row",
+            found=f"a model that has {max_positions} positions (max_position_embeddings)",
+            change=f"set max_length to {max_positions} or less",
         )
 
 

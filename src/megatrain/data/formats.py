@@ -40,6 +40,8 @@ class DataOptions:
     """Close each text with the end-of-sequence token."""
     vocab_size: int | None = None
     """Tokens that the model knows; a record with any other is refused.  None: not checked."""
+    max_positions: int | None = None
+    """Tokens for which the model has positions; a longer row is refused.  None: any length."""
 
 
 def check_options(options: DataOptions) -> None:

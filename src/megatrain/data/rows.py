@@ -115,7 +115,9 @@ class RowCollector:
         self._max_length = max_length
         self._ids, self._weights, self._offsets = array("i"), array("f"), array("q", [0])
         self._records = self._truncated = self._skipped = self._empty = 0
-        self._supervised = self._longest = 0
+        self._supervised = 0
+        self.longest = 0
+        """Tokens of the longest row kept so far."""
 
     def add_record(self, rows: Sequence[Row]) -> None:
         """Cut the rows of one record at max_length; keep those that supervise anything."""
@@ -134,7 +136,7 @@ class RowCollector:
         self._weights.frombytes(weights.astype(np.float32).tobytes())
         self._offsets.append(len(self._ids))
         self._supervised += supervised
-        self._longest = max(self._longest, len(ids))
+        self.longest = max(self.longest, len(ids))
         return True
 
     def stats(self) -> DatasetStats:
@@ -144,7 +146,7 @@ class RowCollector:
             rows=len(self._offsets) - 1,
             tokens=len(self._ids),
             supervised_tokens=self._supervised,
-            longest=self._longest,
+            longest=self.longest,
             truncated=self._truncated,
             skipped=self._skipped,
             empty=self._empty,

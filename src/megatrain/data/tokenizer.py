@@ -41,15 +41,13 @@ class Tokenizer(Protocol):
 def load_tokenizer(
     model_path: str | Path,
     *,
-    revision: str | None = None,
     chat_template: str | None = None,
     gguf_file: str | None = None,
 ) -> Tokenizer:
-    """Load the tokenizer of a model directory or id, or of a GGUF file in it.
+    """Load the tokenizer of a model directory, or of a GGUF file in it.
 
     Args:
-        model_path: directory, or id of a model on the Hub or in its cache.
-        revision: branch, tag or commit of a model id.
+        model_path: directory.
         gguf_file: name of the GGUF file at `model_path` from whose header transformers builds it.
         chat_template: a Jinja template, or the path of a `.jinja` file, instead of the model's own.
 
@@ -67,8 +65,7 @@ def load_tokenizer(
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(model_path),
-            revision=revision,
-            local_files_only=Path(model_path).is_dir(),
+            local_files_only=True,
             **({} if gguf_file is None else {"gguf_file": gguf_file}),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:

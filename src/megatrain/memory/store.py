@@ -6,7 +6,8 @@ stored a second time: a bf16 weight and its int16 residual *are* the fp32 master
 Price per parameter: 12 bytes (2+2+4+4, or 4+4+4 in fp32), frozen ones 2 or 4.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -82,6 +83,25 @@ class BlockStore:
             self._flat.append(buffers)
         self.adam_steps = [0] * len(layouts)
         """Adam's step count per block; a skipped update leaves it."""
+
+    @classmethod
+    def filled(
+        cls,
+        layouts: Sequence[BlockLayout],
+        source: Iterator[tuple[int, Mapping[str, Tensor]]],
+        *,
+        device: torch.device,
+    ) -> "BlockStore":
+        """A store with masters from a source: (block, tensors by name), one block after the other.
+
+        Nothing is allocated before the source has given its first block: what it refuses, it
+        refuses by then.
+        """
+        first = next(source)
+        store = cls(layouts, device=device)
+        for block, tensors in chain([first], source):
+            store.write(block, tensors)
+        return store
 
     def flat(self, block: int, purpose: Purpose) -> Tensor:
         """The block's byte buffer (uint8)."""

@@ -101,6 +101,12 @@ class BlockModel:
         return positions
 
     @property
+    def learned_positions(self) -> int | None:
+        """Tokens of a row behind which there is no position; None where they are computed."""
+        rotary = getattr(text_config(self.config), "rope_parameters", None)
+        return None if rotary else self.max_positions
+
+    @property
     def num_layers(self) -> int:
         return len(self.container)
 
@@ -210,14 +216,14 @@ class BlockModel:
         }
         args, kwargs = call.bind(x_BTD, resolved)
         output = functional_call(self.container[index], local, args, kwargs)
-        written = written_outputs(output, self._output_keys, carried)
+        written = written_outputs(output, self._carried_keys, carried)
         for leaf, value in resolved.items():
             if isinstance(leaf, CarriedContainer):
                 written |= leaf.written(value, carried)
         return first_tensor(output), written
 
     @cached_property
-    def _output_keys(self) -> frozenset[str]:
+    def _carried_keys(self) -> frozenset[str]:
         return frozenset(key for keys in self.carried for key in keys.values())
 
     def epilogue(self, params: Params, hidden_ND: Tensor) -> Tensor:

@@ -41,10 +41,12 @@ class LoadedBlocks:
         return f"the vocabulary grew from {before} to {after} rows"
 
     def weights(
-        self, report: LoadReport, *, seed: int = 0
+        self, report: LoadReport, *, seed: int = 0, complete: bool = False
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(block index, tensors by full name), block by block; see `load_block_weights`."""
-        source = load_block_weights(self.stored, self.files.weights, report, seed=seed)
+        source = load_block_weights(
+            self.stored, self.files.weights, report, seed=seed, complete=complete
+        )
         if self.stored is self.model:
             return source
         return grow_blocks(self.stored, self.model, source, seed=seed)

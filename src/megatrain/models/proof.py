@@ -62,11 +62,11 @@ def prove_instance(config: Any, *, compute_dtype: str) -> None:
         if compute_dtype == "bfloat16":
             _check_bfloat16(small)
         return
-    raise UserError(
-        asked=f"train model type '{config.model_type}'",
-        found="an architecture without a test, of which no small instance could be built",
-        change="report this model type so that a test can be added",
-    )
+    raise _refusal(config, "an architecture without a test, of which no small instance was built")
+
+
+def _refusal(config: Any, found: str, change: str = "report this model type") -> UserError:
+    return UserError(asked=f"train model type '{config.model_type}'", found=found, change=change)
 
 
 def _ids() -> Tensor:
@@ -93,10 +93,10 @@ def _check_causal(config: Any, model: Any) -> None:
     with torch.no_grad():
         before, after = (model(input_ids=x, use_cache=False).logits for x in (ids, changed))
     if not torch.allclose(before[:, :-1], after[:, :-1], rtol=TOLERANCE, atol=TOLERANCE):
-        raise UserError(
-            asked=f"train model type '{config.model_type}'",
-            found="a model whose tokens see later tokens",
-            change="choose a decoder-only causal language model",
+        raise _refusal(
+            config,
+            "a model whose tokens see later tokens",
+            "choose a decoder-only causal language model",
         )
 
 
@@ -106,11 +106,8 @@ def _check_bfloat16(config: Any) -> None:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             model(input_ids=_ids(), use_cache=False)
     except RuntimeError as error:
-        raise UserError(
-            asked=f"train model type '{config.model_type}' with dtype=bfloat16",
-            found=f"transformers' own forward fails in it ({error})",
-            change="use dtype: float32",
-        ) from error
+        found = f"transformers' own forward fails in bfloat16 ({error})"
+        raise _refusal(config, found, "use dtype: float32") from error
 
 
 def _compare(config: Any, model: Any, expected: dict[str, Tensor]) -> None:
@@ -122,21 +119,17 @@ def _compare(config: Any, model: Any, expected: dict[str, Tensor]) -> None:
     try:
         found = _gradients_by_blocks(blocks, params)
     except RuntimeError as error:
-        raise UserError(
-            asked=f"train model type '{config.model_type}'",
-            found=f"an architecture without a test that does not run block by block ({error})",
-            change="report this model type so that it can be added",
-        ) from error
+        reason = f"an architecture without a test that does not run block by block ({error})"
+        raise _refusal(config, reason) from error
     floor = TOLERANCE * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), floor)
         difference = float((found.get(name, torch.zeros(())) - gradient).abs().max())
         if not difference <= TOLERANCE * scale:
-            raise UserError(
-                asked=f"train model type '{config.model_type}'",
-                found="an architecture without a test whose gradients differ when it is run"
-                f" block by block (first: {name})",
-                change="report this model type so that it can be added",
+            raise _refusal(
+                config,
+                "an architecture without a test whose gradients differ when it is run block by"
+                f" block (first: {name})",
             )
 
 

@@ -39,7 +39,7 @@ class LoadReport:
 
 
 def load_block_weights(
-    model: BlockModel, path: Path, report: LoadReport, *, seed: int = 0
+    model: BlockModel, path: Path, report: LoadReport, *, seed: int = 0, complete: bool = False
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (block index, tensors by full name), block by block.
 
@@ -48,17 +48,18 @@ def load_block_weights(
 
     Args:
         path: model directory, or a GGUF file.
+        complete: refuse a checkpoint that lacks any parameter, instead of one that lacks most.
 
     Raises:
-        UserError: if weights are missing from most of the model, have another shape, or are
-            quantised in a way that cannot be read.
+        UserError: if too many weights are missing, have another shape, or are quantised in a way
+            that cannot be read.
     """
     source = open_source(path, model.hf_model)
     by_target = _sources_by_target(model, source, report)
     _load_buffers(model, source, by_target)
     owned = [param.name for block in model.blocks for param in block.layout.params]
     report.missing += [name for name in owned if _target(model, name, by_target) is None]
-    if len(report.missing) > len(owned) // 2:
+    if len(report.missing) > (0 if complete else len(owned) // 2):
         raise UserError(
             asked=f"the weights of {path}",
             found=f"{len(report.missing)} of {len(owned)} parameters missing"
@@ -133,8 +134,9 @@ def _load_block(
     seed: int,
 ) -> dict[str, Tensor]:
     targets = {p.name: _target(model, p.name, by_target) for p in block.layout.params}
-    keys = _keys_of(block, targets, by_target)
-    loaded = _convert(model, source, keys)
+    # Once each: a converter may fill several targets from one key.
+    keys = dict.fromkeys(k for target in targets.values() if target for k in by_target[target])
+    loaded = _convert(model, source, list(keys))
     found = {}
     for placed in block.layout.params:
         target = targets[placed.name]
@@ -153,14 +155,6 @@ def _load_block(
     if absent:
         found.update(initialise_block(model, block, seed, names=absent))
     return found
-
-
-def _keys_of(
-    block: Block, targets: Mapping[str, str | None], by_target: Mapping[str, list[str]]
-) -> list[str]:
-    """Checkpoint keys for a block; a converter may fill several targets from the first one."""
-    keys = [key for target in targets.values() if target for key in by_target[target]]
-    return list(dict.fromkeys(keys))
 
 
 def _convert(model: BlockModel, source: Source, keys: list[str]) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ def write_trace(path: Path, spans: Sequence[Span], block_names: Sequence[str]) -
     """Write spans as JSON.
 
     Args:
-        path: the file; its directory is made if it is not there.
+        path: the file.
         spans: of one or more steps.
         block_names: by block number.
     """
@@ -34,5 +34,4 @@ def write_trace(path: Path, spans: Sequence[Span], block_names: Sequence[str]) -
         }
         for span in spans
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
