@@ -60,6 +60,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--trace", type=Path, help="write a trace of the last step")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
     parser.add_argument("--inline", action="store_true", help="no overlap: the reference")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -83,7 +85,13 @@ def main() -> None:
     model = split_model(build_on_meta(config, compute_dtype=dtype), compute_dtype=dtype)
     layouts = [block.layout for block in model.blocks]
     store = BlockStore.filled(layouts, init_block_weights(model, seed=0), device=device)
-    options = EngineOptions(micro_batch_rows=args.micro_rows, max_grad_norm=args.max_grad_norm)
+    compiles = device.type == "cuda" and not args.eager
+    options = EngineOptions(
+        micro_batch_rows=args.micro_rows,
+        max_grad_norm=args.max_grad_norm,
+        compile_backend="inductor" if compiles else None,
+        loss_chunk_tokens=args.chunk if compiles else 1024,
+    )
     lanes = InlineLanes(device) if args.inline else None
     engine = Engine(model, store, options, device=device, lanes=lanes)
     generator = np.random.default_rng(0)
@@ -120,6 +128,7 @@ def main() -> None:
         "max_grad_norm": args.max_grad_norm,
         "lanes": "inline" if args.inline else "default",
         "lanes_busy": busy,
+        "compiled": compiles,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "seconds_per_step_p50": seconds,

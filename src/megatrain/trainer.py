@@ -4,6 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ from megatrain.units import format_bytes, parse_bytes
 
 WARM_UP_STEPS = 2
 """Steps before those that are traced: caches are cold in them."""
+LENGTH_BUCKETS = 4
+"""Lengths to which rows are padded when layers are compiled, each for its length."""
 TRACE_STEPS = 2
 """Steps in a trace, unless the config says."""
 MAX_SKIPPED_STEPS = 20
@@ -108,6 +111,10 @@ class Trainer:
         self._check_memory()
         self._schedule(total_steps=config.max_steps if config.max_steps > 0 else 1)  # its name
         self.train_rows, self.eval_rows, self.stats = self._load_data()
+        # Quarters of the longest row: at most four lengths to compile for.
+        self.options = replace(
+            self.options, length_multiple=math.ceil(self.stats.longest / LENGTH_BUCKETS)
+        )
         self.sampler = StepSampler(
             len(self.train_rows),
             config.per_device_train_batch_size * config.gradient_accumulation_steps,
@@ -271,6 +278,9 @@ class Trainer:
 
     def _engine_options(self) -> EngineOptions:
         config = self.config
+        compiles = config.torch_compile
+        if compiles is None:
+            compiles = self.device.type == "cuda"
         return EngineOptions(
             adamw=AdamWOptions(
                 beta1=config.adam_beta1,
@@ -284,6 +294,7 @@ class Trainer:
             gradient_dtype=config.gradient_dtype,
             seed=config.seed,
             allow_nonfinite_blocks=config.allow_nonfinite_blocks,
+            compile_backend="inductor" if compiles else None,
             host_threads=None if self.device.type == "cuda" else os.cpu_count(),
         )
 
@@ -298,6 +309,8 @@ class Trainer:
             engine.spans = spans if config.trace and step in self.traced else None
             result = _step(engine, rows, rate, step)
             engine.spans = None
+            for notice in engine.take_notices():
+                console.note(notice)
             if spans and step == self.traced[-1]:
                 self._write_trace(spans, console)
             tokens_seen += result.real_tokens

@@ -116,7 +116,9 @@ def test_a_row_longer_than_the_model_has_positions_for_is_refused(tmp_path: Path
     path = write(tmp_path / "a.jsonl", {"text": "short"}, {"text": "longer than that"})
     rows = load_rows(path, TOKENIZER, DataOptions(max_positions=6, max_length=6))
     assert rows.stats.longest == 6
-    with pytest.raises(UserError, match=r"jsonl:2 as one row: .* 6 positions .*set max_length to 6"):
+    with pytest.raises(
+        UserError, match=r"jsonl:2 as one row: .* 6 positions .*set max_length to 6"
+    ):
         load_rows(path, TOKENIZER, DataOptions(max_positions=6))
 
 

@@ -212,6 +212,9 @@ class TrainConfig(BaseModel):
         ge=1,
         description="Steps in the trace, by default 2; a run's first steps are left out.",
     )
+    torch_compile: bool | None = Field(
+        None, description="Compile layers and loss; default: on a GPU, unless there is dropout."
+    )
     full_determinism: bool = Field(
         False, description="Deterministic kernels on the GPU: the same bits in every run."
     )

@@ -1,15 +1,9 @@
 """The streaming engine: runs a step's schedule on lanes."""
 
 from megatrain.engine.device import choose_device, free_device_bytes
-from megatrain.engine.engine import (
-    Engine,
-    EngineOptions,
-    EvalSums,
-    StepResult,
-    check_options,
-    step_plan,
-)
+from megatrain.engine.engine import Engine, EvalSums, StepResult
 from megatrain.engine.loss import Loss, cross_entropy
+from megatrain.engine.options import EngineOptions, check_options, step_plan
 
 __all__ = [
     "Engine",

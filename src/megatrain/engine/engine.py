@@ -7,22 +7,34 @@ of step k runs at the start of step k+1, ahead of each block's fetch; `flush()` 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.data import Row
 from megatrain.engine.buffers import StepBuffers
+from megatrain.engine.compiled import Compiler, Runner
 from megatrain.engine.lanes import InlineLanes, Lanes, ThreadLanes
 from megatrain.engine.loss import Loss, cross_entropy
-from megatrain.engine.microbatch import MicroBatch, make_micro_batch, split_rows
-from megatrain.engine.worker import AdamWOptions, PendingUpdate, StepState, Worker
+from megatrain.engine.microbatch import (
+    NO_PADDING,
+    MicroBatch,
+    Padding,
+    make_micro_batch,
+    split_rows,
+)
+from megatrain.engine.options import EngineOptions, check_options, step_plan
+from megatrain.engine.worker import PendingUpdate, StepState, Worker
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockKind, BlockModel
+from megatrain.models.templates import layer_templates
 from megatrain.optim import device_update, host_updater, reference_update
 from megatrain.schedule import (
+    Lane,
     Op,
     Span,
     StepPlan,
@@ -36,35 +48,6 @@ from megatrain.schedule import (
     verify_waits,
     with_poison,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """How the engine trains."""
-
-    adamw: AdamWOptions = field(default_factory=AdamWOptions)
-    max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0 turns clipping off."""
-    micro_batch_rows: int | None = None
-    """Rows per micro-batch; None runs all rows of a step at once."""
-    micro_batch_tokens: int | None = None
-    """Padded tokens per micro-batch; takes precedence over rows."""
-    gradient_dtype: str | None = None
-    """dtype of a gradient while it waits for its update; None: the compute dtype."""
-    loss_chunk_tokens: int = 1024
-    """Supervised tokens whose logits exist at one time."""
-    seed: int = 0
-    """Key of the randomness inside the model."""
-    layer_weight_slots: int = 2
-    layer_gradient_slots: int = 2
-    host_threads: int | None = None
-    """Threads of the host update; None: all cores but two, at least one."""
-    threads: bool | None = None
-    """Run lanes on threads; None: on CUDA only."""
-    allow_nonfinite_blocks: bool = False
-    """Without clipping: go on after a block's gradient was not finite (its update is skipped)."""
-    debug: bool = False
-    """Verify every list and poison slots whose content is dead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +72,15 @@ class EvalSums:
 
     loss_sum: float
     weight_sum: float
+
+
+ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Fastest first; see docs/log.md.  Each is taken only for what it supports."""
 
 
 class EngineUnusableError(RuntimeError):
@@ -139,6 +131,17 @@ class Engine:
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
         self.buffers = StepBuffers(sizes, resident=store.resident, device=device)
         model.move_buffers(device)
+        compiled = options.compile_backend is not None and not model.random
+        self.compiler = Compiler(options.compile_backend or "") if compiled else None
+        self._padding = (
+            Padding(
+                length_multiple=options.length_multiple,
+                max_length=model.learned_positions,
+                round_rows=True,
+            )
+            if compiled
+            else NO_PADDING
+        )
         self._worker = Worker(
             model=model,
             store=store,
@@ -149,10 +152,12 @@ class Engine:
             host_updater=host_updater(options.host_threads),
             device_updater=device_update if device.type == "cuda" else reference_update,
             loss=loss,
-            loss_chunk_tokens=options.loss_chunk_tokens,
+            loss_chunk_tokens=options.chunk_tokens,
             seed=options.seed,
             lowest_trainable=self.plan.lowest_trainable,
             clip=self.plan.clip,
+            runner=self.compiler or Runner(),
+            templates=layer_templates(model) if compiled else (),
         )
         if device.type == "cuda":
             # The slots are cleared on a stream that no lane waits for.
@@ -264,6 +269,10 @@ class Engine:
             weight_sum=float(sum(row.weights[1:].sum(dtype=float) for row in rows)),
         )
 
+    def take_notices(self) -> list[str]:
+        """What a user should hear of compilation, each once."""
+        return [] if self.compiler is None else self.compiler.take_notices()
+
     def close(self) -> None:
         """Apply waiting updates and give back page-locked memory; the engine is unusable then.
 
@@ -287,14 +296,20 @@ class Engine:
             )
         self._check_ids(rows)
         alone = training and self.model.random  # so that randomness is keyed by row
+        rows_per_micro = 1 if alone else self.options.micro_batch_rows or len(rows)
+        tokens_per_micro = None if alone else self.options.micro_batch_tokens
         groups = split_rows(
             rows,
-            rows_per_micro=1 if alone else self.options.micro_batch_rows,
-            tokens_per_micro=None if alone else self.options.micro_batch_tokens,
+            rows_per_micro=rows_per_micro,
+            tokens_per_micro=tokens_per_micro,
+            padding=self._padding,
         )
         batches, first = [], 0
         for group in groups:
-            batches.append(make_micro_batch(group, first, self.device))
+            length = self._padding.length(max(len(row.input_ids) for row in group))
+            full = rows_per_micro if tokens_per_micro is None else tokens_per_micro // length
+            shape = self._padding.rows(len(group), full), length
+            batches.append(make_micro_batch(group, first, self.device, shape))
             first += len(group)
         return batches
 
@@ -327,55 +342,9 @@ class Engine:
 
     def _handle(self, state: StepState, op: Op) -> None:
         """One operation, whatever autocast or gradient mode the caller of the engine is in."""
-        with torch.autocast(self.device.type, enabled=False), torch.enable_grad():
+        with (
+            torch.autocast(self.device.type, enabled=False),
+            torch.enable_grad(),
+            sdpa_kernel(ATTENTION, set_priority=True) if op.lane is Lane.COMPUTE else nullcontext(),
+        ):
             self._worker.handle(state, op)
-
-
-def step_plan(
-    model: BlockModel, options: EngineOptions, *, resident: frozenset[int] = frozenset()
-) -> StepPlan:
-    """What the schedule of a step depends on; the number of micro-batches is filled in per step."""
-    streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
-    return StepPlan(
-        num_layers=model.num_layers,
-        num_micro=1,
-        trainable=tuple(block.layout.trainable for block in streamed),
-        clip=options.max_grad_norm > 0,
-        tied=bool(model.shared),
-        resident=resident,
-        layer_weight_slots=options.layer_weight_slots,
-        layer_gradient_slots=options.layer_gradient_slots,
-    )
-
-
-def check_options(model: BlockModel, options: EngineOptions) -> str:
-    """The dtype of waiting gradients, once the options are known to make sense.
-
-    Raises:
-        UserError: for the first that does not.
-    """
-    positive = {
-        "micro_batch_rows": options.micro_batch_rows,
-        "micro_batch_tokens": options.micro_batch_tokens,
-        "loss_chunk_tokens": options.loss_chunk_tokens,
-        "layer_weight_slots": options.layer_weight_slots,
-        "layer_gradient_slots": options.layer_gradient_slots,
-        "host_threads": options.host_threads,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise UserError(asked=f"{name}={value}", found="less than 1", change="use at least 1")
-    if not 0 <= options.max_grad_norm < math.inf:
-        raise UserError(
-            asked=f"max_grad_norm={options.max_grad_norm}",
-            found="no finite number from 0",
-            change="use 0 to turn clipping off",
-        )
-    gradient_dtype = options.gradient_dtype or model.compute_dtype
-    if model.compute_dtype == "float32" and gradient_dtype != "float32":
-        raise UserError(
-            asked=f"gradient_dtype={gradient_dtype} with dtype=float32",
-            found="gradients that would be coarser than the computation",
-            change="leave gradient_dtype out, or train with dtype=bfloat16",
-        )
-    return gradient_dtype

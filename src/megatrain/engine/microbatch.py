@@ -32,8 +32,41 @@ class MicroBatch:
     """Index of the first row within the step."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """Which shapes (B, T) micro-batches are padded to, so that there are few of them.
+
+    T is rounded up to a multiple, B to the full number of rows or to a half, a quarter ... of it.
+    """
+
+    length_multiple: int = 1
+    max_length: int | None = None
+    """T is never rounded beyond this (a model's last position)."""
+    round_rows: bool = False
+
+    def length(self, tokens: int) -> int:
+        """T for a longest row of so many tokens."""
+        rounded = -(-tokens // self.length_multiple) * self.length_multiple
+        return rounded if self.max_length is None else max(tokens, min(rounded, self.max_length))
+
+    def rows(self, count: int, full: int) -> int:
+        """B for so many rows, where a micro-batch takes up to `full`."""
+        if not self.round_rows:
+            return count
+        while full // 2 >= count:
+            full //= 2
+        return max(count, full)
+
+
+NO_PADDING = Padding()
+
+
 def split_rows(
-    rows: Sequence[Row], *, rows_per_micro: int | None, tokens_per_micro: int | None
+    rows: Sequence[Row],
+    *,
+    rows_per_micro: int | None,
+    tokens_per_micro: int | None,
+    padding: Padding = NO_PADDING,
 ) -> list[Sequence[Row]]:
     """Consecutive groups of rows: a fixed number of rows, or padded tokens up to a limit.
 
@@ -45,21 +78,27 @@ def split_rows(
     groups: list[list[Row]] = []
     longest = 0
     for row in rows:
-        longest = max(longest, len(row.input_ids))
+        length = padding.length(len(row.input_ids))
+        longest = max(longest, length)
         if groups and longest * (len(groups[-1]) + 1) <= tokens_per_micro:
             groups[-1].append(row)
         else:
             groups.append([row])
-            longest = len(row.input_ids)
+            longest = length
     return list(groups)
 
 
-def make_micro_batch(rows: Sequence[Row], first_row: int, device: torch.device) -> MicroBatch:
-    """Pad rows to the longest of them and shift labels and weights by one."""
-    num_rows, longest = len(rows), max(len(row.input_ids) for row in rows)
-    ids = np.full((num_rows, longest), PAD_TOKEN, dtype=np.int64)
-    labels = np.full((num_rows, longest), NO_LABEL, dtype=np.int64)
-    weights = np.zeros((num_rows, longest), dtype=np.float32)
+def make_micro_batch(
+    rows: Sequence[Row],
+    first_row: int,
+    device: torch.device,
+    shape: tuple[int, int] | None = None,
+) -> MicroBatch:
+    """Pad rows to `shape`, or to the longest of them, and shift labels and weights by one."""
+    shape = shape or (len(rows), max(len(row.input_ids) for row in rows))
+    ids = np.full(shape, PAD_TOKEN, dtype=np.int64)
+    labels = np.full(shape, NO_LABEL, dtype=np.int64)
+    weights = np.zeros(shape, dtype=np.float32)
     for index, row in enumerate(rows):
         length = len(row.input_ids)
         ids[index, :length] = row.input_ids

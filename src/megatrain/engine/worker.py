@@ -7,21 +7,28 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatrain.engine.buffers import StepBuffers
-from megatrain.engine.loss import Loss
+from megatrain.engine.compiled import Run, Runner
+from megatrain.engine.loss import Epilogue, Loss, loss_backward, loss_forward
 from megatrain.engine.microbatch import MicroBatch
 from megatrain.engine.randomness import keyed_randomness
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import BlockModel, CarriedTensors, LayerCall
+from megatrain.models.passes import Tensors, backward, forward
+from megatrain.models.templates import LayerTemplate
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
 from megatrain.schedule import Op, OpKind, Space
+
+SMALLEST_CHUNK = 256
+"""Tokens to which a compiled chunk of the loss is filled up at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,9 @@ class Worker:
     seed: int
     lowest_trainable: int
     clip: bool
+    runner: Runner = field(default_factory=Runner)
+    templates: Sequence[LayerTemplate] = ()
+    """Of every layer, if layers are to be compiled."""
 
     def handle(self, state: StepState, op: Op) -> None:
         """Run one operation on the calling thread and its current stream."""
@@ -125,14 +135,6 @@ class Worker:
         layout = self._layout(block)
         return param_views(layout, segment_views(layout, Purpose.WEIGHT, flat))
 
-    def _leaves(self, op: Op, block: int) -> tuple[dict[str, Tensor], list[str]]:
-        """Parameters as autograd leaves, and the names of those that want a gradient."""
-        wanted = [param.name for param in self._layout(block).trainable_params]
-        params = {name: view.detach() for name, view in self._weights(op, block).items()}
-        for name in wanted:
-            params[name].requires_grad_(True)
-        return params, wanted
-
     def _random(self, state: StepState, block: int, micro: int) -> Any:
         if not (self.model.random and state.training):
             return nullcontext()
@@ -144,65 +146,102 @@ class Worker:
         target = self.buffers.weights[op.slot(Space.WEIGHTS)]
         target[: source.numel()].copy_(source, non_blocking=True)
 
-    @torch.no_grad()
     def _forward(self, state: StepState, op: Op) -> None:
-        params, micro = self._weights(op, op.block), op.micro
-        with self._random(state, op.block, micro):
-            if op.block == 0:
-                ids_BT = state.micro_batches[micro].ids_BT
-                y_BTD, state.calls[micro], written = self.model.prologue(params, ids_BT)
+        block, micro = op.block, op.micro
+        with self._random(state, block, micro):
+            if block == 0:
+                with torch.no_grad():
+                    y_BTD, state.calls[micro], written = self.model.prologue(
+                        self._weights(op, 0), state.micro_batches[micro].ids_BT
+                    )
             else:
-                x_BTD = state.boundaries[op.block, micro]
-                carried = state.carried[micro].before(op.block)
-                y_BTD, written = self._run_layer(state, op, params, x_BTD, carried)
-        state.carried[micro].add(op.block, written)
-        state.boundaries[op.block + 1, micro] = y_BTD
-        if op.block > 0 and (not state.training or op.block < self.lowest_trainable):
-            del state.boundaries[op.block, micro]
+                run, tensors = self._layer(op)
+                x_BTD, call = state.boundaries[block, micro], state.calls[micro][block - 1]
+                carried = state.carried[micro].before(block)
+                y_BTD, written = self.runner(forward, run, tensors, x_BTD, call, carried)
+        state.carried[micro].add(block, written)
+        state.boundaries[block + 1, micro] = y_BTD
+        if block > 0 and (not state.training or block < self.lowest_trainable):
+            del state.boundaries[block, micro]
 
-    def _run_layer(
-        self,
-        state: StepState,
-        op: Op,
-        params: dict[str, Tensor],
-        x_BTD: Tensor,
-        carried: dict[str, Tensor],
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _layer(self, op: Op) -> tuple[Run, dict[str, Tensor]]:
+        """A layer's forward, and its parameters (and buffers) by name in the layer."""
         index = op.block - 1
-        return self.model.layer(index, params, x_BTD, state.calls[op.micro][index], carried)
+        plain = partial(self.model.layer, index)
+        tensors = _local(self._weights(op, op.block), self.model.layer_prefix(index))
+        if not self.templates:
+            return Run(plain=plain, shared=plain), tensors
+        shared = self.templates[index].layer
+        return Run(plain=plain, shared=shared), tensors | self.model.buffers(index)
+
+    def _backward(self, state: StepState, op: Op) -> None:
+        """Recompute with gradients on, backward, add to the sums."""
+        block, micro = op.block, op.micro
+        wanted = bool(self._layout(block).trainable_params)
+        sums = self._sums(block, op) if wanted else {}
+        outgoing = {"": state.streams.pop(micro)} | state.carried[micro].take_gradients(block)
+        with self._random(state, block, micro):
+            if block == 0:
+                ids_BT = state.micro_batches[micro].ids_BT
+                gradient, read = backward(
+                    self.model.embedding,
+                    self._weights(op, 0),
+                    ids_BT,
+                    None,
+                    {},
+                    (),
+                    outgoing,
+                    sums,
+                    False,
+                )
+            else:
+                run, tensors = self._layer(op)
+                carried = state.carried[micro].before(block)
+                gradient, read = self.runner(
+                    backward,
+                    run,
+                    tensors,
+                    state.boundaries.pop((block, micro)),
+                    state.calls[micro][block - 1],
+                    carried,
+                    state.carried[micro].differentiable(block, self.lowest_trainable),
+                    outgoing,
+                    _local(sums, self.model.layer_prefix(block - 1)),
+                    block > self.lowest_trainable,
+                )
+        if gradient is not None:
+            state.streams[micro] = gradient
+        state.carried[micro].add_gradients(block, read)
 
     def _loss(self, state: StepState, op: Op) -> None:
         """Head forward, loss and, in training, backward; chunks of supervised tokens."""
         batch, head = state.micro_batches[op.micro], op.block
-        x_BTD = state.boundaries.pop((head, op.micro)).detach()
-        params, wanted = self._leaves(op, head)
-        owners = dict.fromkeys(wanted, head)
+        x_BTD = state.boundaries.pop((head, op.micro))
+        tensors = self._weights(op, head)
+        sums: dict[str, Tensor] = {}
         if self.model.shared:
-            embed, embed_wanted = self._leaves(op, 0)
-            params.update({name: embed[name] for name in self.model.shared})
-            owners.update({name: 0 for name in self.model.shared if name in embed_wanted})
-        sums = {b: self._sums(b, op) for b in set(owners.values())} if state.training else {}
+            embed = self._weights(op, 0)
+            tensors |= {name: embed[name] for name in self.model.shared}
+        for block in (head, 0) if state.training else ():
+            if self._layout(block).trainable and (block == head or self.model.shared):
+                of_block = self._sums(block, op)
+                sums |= {name: total for name, total in of_block.items() if name in tensors}
         x_FD = x_BTD.flatten(0, 1)
         stream_FD = torch.zeros_like(x_FD) if state.training else None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        weight = torch.full((), state.total_weight, dtype=torch.float32, device=self.device)
+        epilogue = self._epilogue(batch)
+        run = Run(plain=epilogue, shared=epilogue)
         with self._random(state, head, op.micro):
-            for positions, labels, weights in self._chunks(batch):
-                hidden = x_FD[positions].requires_grad_(state.training)
-                with torch.set_grad_enabled(state.training):
-                    logits = self._logits(params, hidden, batch)
-                    loss_sum = self.loss(logits, labels, weights)
-                total += loss_sum.detach()
+            for positions, *targets in self._chunks(batch):
+                args = (self.loss, tensors, x_FD[positions], *targets)
                 if stream_FD is None:
+                    total += self.runner(loss_forward, run, *args)
                     continue
-                inputs = [hidden, *(params[name] for name in owners)]
-                gradients = torch.autograd.grad(
-                    loss_sum / state.total_weight, inputs, allow_unused=True
-                )
-                if gradients[0] is not None:
-                    stream_FD.index_copy_(0, positions, gradients[0])
-                for (name, block), gradient in zip(owners.items(), gradients[1:], strict=True):
-                    if gradient is not None:
-                        sums[block][name].add_(gradient)
+                loss_sum, gradient_ND = self.runner(loss_backward, run, *args, weight, sums)
+                total += loss_sum
+                if gradient_ND is not None:
+                    stream_FD.index_add_(0, positions, gradient_ND)
         state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
         if stream_FD is not None:
             state.streams[op.micro] = stream_FD.view_as(x_BTD)
@@ -215,55 +254,31 @@ class Worker:
             yield every, batch.labels_BT, batch.weights_BT
             return
         labels, weights = batch.labels_BT.flatten(), batch.weights_BT.flatten()
-        # No chunk is longer than the row, so learned positions never run out.
-        for positions in batch.supervised_N.split(min(self.loss_chunk_tokens, length)):
-            if len(positions):
-                yield positions, labels[positions], weights[positions]
+        size = self.loss_chunk_tokens
+        if not self.templates:  # no longer than the row, so that learned positions never run out
+            size = min(size, length)
+        for positions in batch.supervised_N.split(size):
+            if not len(positions):
+                continue
+            chunk = positions, labels[positions], weights[positions]
+            yield _filled_up(*chunk, size=size) if self.templates else chunk
 
-    def _logits(self, params: dict[str, Tensor], hidden: Tensor, batch: MicroBatch) -> Tensor:
+    def _epilogue(self, batch: MicroBatch) -> Epilogue:
         if not getattr(self.loss, "whole_logits", False):
-            return self.model.epilogue(params, hidden)
-        rows = hidden.unflatten(0, batch.ids_BT.shape).unbind(0)
-        return torch.stack([self.model.epilogue(params, row) for row in rows])
+            return self.model.epilogue
+        shape = batch.ids_BT.shape
+
+        def of_every_row(tensors: Tensors, hidden: Tensor) -> Tensor:
+            rows = hidden.unflatten(0, shape).unbind(0)
+            return torch.stack([self.model.epilogue(tensors, row) for row in rows])
+
+        return of_every_row
 
     def _sums(self, block: int, op: Op) -> dict[str, Tensor]:
         """fp32 gradient sums by name, as views of the block's accumulator."""
         flat = self.buffers.accumulators[op.slot(Space.ACCUMULATOR, ("sum", block))]
         layout = self._layout(block)
         return param_views(layout, segment_views(layout, Purpose.ACCUMULATOR, flat))
-
-    def _backward(self, state: StepState, op: Op) -> None:
-        """Recompute with gradients on, backward, add to the sums."""
-        block, micro = op.block, op.micro
-        params, wanted = self._leaves(op, block)
-        inputs = [params[name] for name in wanted]
-        passes_on = block > self.lowest_trainable
-        carried = state.carried[micro].leaves(block, lowest_producer=self.lowest_trainable)
-        with self._random(state, block, micro), torch.enable_grad():
-            if block == 0:
-                y_BTD, _, written = self.model.prologue(params, state.micro_batches[micro].ids_BT)
-            else:
-                x_BTD = state.boundaries.pop((block, micro)).detach().requires_grad_(passes_on)
-                y_BTD, written = self._run_layer(state, op, params, x_BTD, carried)
-                if passes_on:
-                    inputs.append(x_BTD)
-        differentiable = {key: leaf for key, leaf in carried.items() if leaf.requires_grad}
-        inputs += differentiable.values()
-        outputs = {"": (y_BTD, state.streams.pop(micro))}
-        outputs |= state.carried[micro].gradients_of(block, written)
-        outputs = {key: pair for key, pair in outputs.items() if pair[0].requires_grad}
-        if not outputs:  # what is trained here is not reached: the sums stay zero
-            return
-        tensors, incoming = zip(*outputs.values(), strict=True)
-        gradients = list(torch.autograd.grad(tensors, inputs, incoming, allow_unused=True))
-        sums = self._sums(block, op) if wanted else {}
-        for name in wanted:
-            gradient = gradients.pop(0)
-            if gradient is not None:  # None: an expert or a branch that this batch never reached
-                sums[name].add_(gradient)
-        if passes_on and block > 0:
-            state.streams[micro] = gradients.pop(0)
-        state.carried[micro].add_gradients(block, dict(zip(differentiable, gradients, strict=True)))
 
     @torch.no_grad()
     def _finish(self, state: StepState, op: Op) -> None:
@@ -349,6 +364,26 @@ class Worker:
                 Space.STAGING: self.buffers.staging,
             }[slot.space]
             pool[slot.index].fill_(0xFF)
+
+
+def _local(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _filled_up(
+    positions: Tensor, labels: Tensor, weights: Tensor, *, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk of `size` tokens, or half, a quarter ...: the last one is repeated without weight."""
+    while size // 2 >= max(len(positions), SMALLEST_CHUNK):
+        size //= 2
+    missing = size - len(positions)
+    if not missing:
+        return positions, labels, weights
+    return (
+        torch.cat([positions, positions[-1:].expand(missing)]),
+        torch.cat([labels, labels[-1:].expand(missing)]),
+        torch.cat([weights, weights.new_zeros(missing)]),
+    )
 
 
 def _to_host(tensor: Tensor) -> Tensor:

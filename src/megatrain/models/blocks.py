@@ -175,6 +175,14 @@ class BlockModel:
         assert len(calls) == self.num_layers, f"{len(calls)} of {self.num_layers} layers called"
         return first[0], calls, written
 
+    def embedding(
+        self, tensors: Params, ids_BT: Tensor, call: Any = None, carried: Params | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`prologue` in the form of a layer: the hidden state, and the carried tensors."""
+        del call, carried  # what a layer would be given
+        y_BTD, _, written = self.prologue(tensors, ids_BT)
+        return y_BTD, written
+
     def _with_stand_ins(self, index: int, call: LayerCall, written: dict[str, Tensor]) -> LayerCall:
         """The call without what is computed anew in every step; the prologue's part is kept."""
         keys = self.carried[index]
@@ -201,7 +209,7 @@ class BlockModel:
 
         Args:
             index: position in the container, 0-based.
-            params: the layer's parameters by full name.
+            params: the layer's parameters by full name, or by their name in the layer.
             x_BTD: its input.
             call: what `prologue` recorded for it.
             carried: what the blocks before it have written, the latest of each key.
@@ -209,21 +217,20 @@ class BlockModel:
         Returns:
             Its output, and the carried tensors that it writes.
         """
-        prefix = f"{self.container_name}.{index}."
+        prefix = self.layer_prefix(index)
         local = {name.removeprefix(prefix): tensor for name, tensor in params.items()}
-        resolved = {
-            leaf: leaf.resolve(carried) for leaf in call.leaves if isinstance(leaf, StandIn)
-        }
-        args, kwargs = call.bind(x_BTD, resolved)
-        output = functional_call(self.container[index], local, args, kwargs)
-        written = written_outputs(output, self._carried_keys, carried)
-        for leaf, value in resolved.items():
-            if isinstance(leaf, CarriedContainer):
-                written |= leaf.written(value, carried)
-        return first_tensor(output), written
+        return run_layer(self.container[index], local, x_BTD, call, carried, self.carried_keys)
+
+    def buffers(self, index: int) -> dict[str, Tensor]:
+        """A layer's buffers by their name in the layer."""
+        return dict(self.container[index].named_buffers())
+
+    def layer_prefix(self, index: int) -> str:
+        """What the names of a layer's parameters begin with."""
+        return f"{self.container_name}.{index}."
 
     @cached_property
-    def _carried_keys(self) -> frozenset[str]:
+    def carried_keys(self) -> frozenset[str]:
         return frozenset(key for keys in self.carried for key in keys.values())
 
     def epilogue(self, params: Params, hidden_ND: Tensor) -> Tensor:
@@ -262,6 +269,34 @@ class BlockModel:
             )
         logits_NV: Tensor = output.logits[0]
         return logits_NV
+
+
+def run_layer(
+    module: nn.Module,
+    tensors: Params,
+    x_BTD: Tensor,
+    call: LayerCall,
+    carried: Mapping[str, Tensor],
+    carried_keys: frozenset[str],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One layer as a pure function; see `BlockModel.layer`.
+
+    Args:
+        module: whose forward is run.
+        tensors: its parameters, and buffers that are not to be its own, by name in the layer.
+        x_BTD: its input.
+        call: what the prologue recorded for it.
+        carried: what the blocks before it have written.
+        carried_keys: keys under which items of an output are carried.
+    """
+    resolved = {leaf: leaf.resolve(carried) for leaf in call.leaves if isinstance(leaf, StandIn)}
+    args, kwargs = call.bind(x_BTD, resolved)
+    output = functional_call(module, dict(tensors), args, kwargs)
+    written = written_outputs(output, carried_keys, carried)
+    for leaf, value in resolved.items():
+        if isinstance(leaf, CarriedContainer):
+            written |= leaf.written(value, carried)
+    return first_tensor(output), written
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -94,19 +94,16 @@ class CarriedTensors:
         """What a block reads: the latest of each key."""
         return {key: self._tensors[producer, key] for key, producer in self._producers(block)}
 
-    def leaves(self, block: int, *, lowest_producer: int) -> dict[str, Tensor]:
-        """What a block reads, as autograd leaves.
+    def differentiable(self, block: int, lowest_producer: int) -> tuple[str, ...]:
+        """Keys of what a block reads whose gradient is wanted.
 
-        A gradient is wanted where the producer, or a block before it, is trained.
+        Those whose producer, or a block before it, is trained.
         """
-        return {
-            key: self._tensors[producer, key]
-            .detach()
-            .requires_grad_(
-                producer >= lowest_producer and self._tensors[producer, key].is_floating_point()
-            )
+        return tuple(
+            key
             for key, producer in self._producers(block)
-        }
+            if producer >= lowest_producer and self._tensors[producer, key].is_floating_point()
+        )
 
     def add_gradients(self, block: int, gradients: Mapping[str, Tensor | None]) -> None:
         """Add what came out of a block's backward to the sum of each tensor that it read."""
@@ -118,18 +115,16 @@ class CarriedTensors:
             known = self._gradients.get(place)
             self._gradients[place] = gradient if known is None else known + gradient
 
-    def gradients_of(
-        self, block: int, written: Mapping[str, Tensor]
-    ) -> dict[str, tuple[Tensor, Tensor]]:
-        """(recomputed tensor, gradient) by key of what a block wrote and a later one used."""
-        pairs = {
-            key: (tensor, self._gradients.pop((block, key)))
-            for key, tensor in written.items()
+    def take_gradients(self, block: int) -> dict[str, Tensor]:
+        """Gradients by key of what a block wrote and later ones used; all of it is dropped."""
+        written = [key for producer, key in self._tensors if producer == block]
+        for key in written:
+            del self._tensors[block, key]
+        return {
+            key: self._gradients.pop((block, key))
+            for key in written
             if (block, key) in self._gradients
         }
-        for key in written:
-            self._tensors.pop((block, key))
-        return pairs
 
     def _producers(self, block: int) -> list[tuple[str, int]]:
         latest = {key: producer for producer, key in self._tensors if producer < block}

@@ -6,6 +6,7 @@ small model of the same kind is run forward and backward as a whole and block by
 gradient is compared.  Price: a second or two at load, only for architectures not in `TESTED`.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatrain.errors import UserError
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta
 from megatrain.models.carried import CarriedTensors
+from megatrain.models.passes import backward, forward
 from megatrain.models.shrink import small_configs
 from megatrain.models.split import split_model
 
@@ -124,7 +126,7 @@ def _compare(config: Any, model: Any, expected: dict[str, Tensor]) -> None:
     floor = TOLERANCE * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         scale = max(float(gradient.abs().max()), floor)
-        difference = float((found.get(name, torch.zeros(())) - gradient).abs().max())
+        difference = float((found[name] - gradient).abs().max())
         if not difference <= TOLERANCE * scale:
             raise _refusal(
                 config,
@@ -136,42 +138,45 @@ def _compare(config: Any, model: Any, expected: dict[str, Tensor]) -> None:
 def _gradients_by_blocks(blocks: BlockModel, params: dict[str, Tensor]) -> dict[str, Tensor]:
     """Forward with inputs kept, then one block after the other recomputed and run backward."""
     ids = _ids()
-    of_block = [
-        {p.name: params[p.name].clone().requires_grad_(True) for p in block.layout.params}
-        for block in blocks.blocks
-    ]
+    of_block = [{p.name: params[p.name] for p in block.layout.params} for block in blocks.blocks]
+    sums = {name: torch.zeros_like(param) for name, param in params.items()}
     carried = CarriedTensors()
     with torch.no_grad():
         embedded, calls, written = blocks.prologue(of_block[0], ids)
-        carried.add(0, written)
-        inputs = [embedded]
-        for block, call in enumerate(calls, start=1):
-            y, written = blocks.layer(
-                block - 1, of_block[block], inputs[-1], call, carried.before(block)
-            )
-            carried.add(block, written)
-            inputs.append(y)
+    carried.add(0, written)
+    inputs = [embedded]
+    for block, call in enumerate(calls, start=1):
+        y, written = forward(
+            partial(blocks.layer, block - 1),
+            of_block[block],
+            inputs[-1],
+            call,
+            carried.before(block),
+        )
+        carried.add(block, written)
+        inputs.append(y)
     hidden = inputs.pop().requires_grad_(True)
     head = of_block[blocks.head.index] | {name: of_block[0][name] for name in blocks.shared}
+    head = {name: param.clone().requires_grad_(True) for name, param in head.items()}
     logits = torch.stack([blocks.epilogue(head, row) for row in hidden])
     F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    for name, param in head.items():
+        sums[name] += 0 if param.grad is None else param.grad
     gradient = hidden.grad
-    for block in reversed(range(1, blocks.num_layers + 1)):
-        x = inputs[block - 1].detach().requires_grad_(True)
-        read = carried.leaves(block, lowest_producer=0)
-        y, written = blocks.layer(block - 1, of_block[block], x, calls[block - 1], read)
-        _backward([(y, gradient), *carried.gradients_of(block, written).values()])
-        gradient = x.grad
-        carried.add_gradients(block, {key: leaf.grad for key, leaf in read.items()})
-    y, _, written = blocks.prologue(of_block[0], ids)
-    _backward([(y, gradient), *carried.gradients_of(0, written).values()])
-    return {
-        name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-        for leaves in of_block
-        for name, leaf in leaves.items()
-    }
 
-
-def _backward(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
-    tensors, gradients = zip(*(pair for pair in outputs if pair[0].requires_grad), strict=True)
-    torch.autograd.backward(tensors, gradients)
+    for block in reversed(range(blocks.num_layers + 1)):
+        assert gradient is not None
+        outgoing = {"": gradient} | carried.take_gradients(block)
+        gradient, read = backward(
+            partial(blocks.layer, block - 1) if block else blocks.embedding,
+            of_block[block],
+            inputs[block - 1] if block else ids,
+            calls[block - 1] if block else None,
+            carried.before(block),
+            carried.differentiable(block, 0),
+            outgoing,
+            {name: sums[name] for name in of_block[block]},
+            block > 0,
+        )
+        carried.add_gradients(block, read)
+    return sums

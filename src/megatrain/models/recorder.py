@@ -8,8 +8,7 @@ layer *is* the one that the layer before it returned.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +25,7 @@ class PrologueDone(Exception):  # noqa: N818  (a signal, not an error)
     """All layer calls are recorded; the rest of forward is not wanted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """The arguments of one layer call, without the hidden state."""
 
     args: tuple[Any, ...]

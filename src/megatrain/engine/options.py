@@ -1,0 +1,98 @@
+"""How the engine trains: its options, and the plan of a step that follows from them."""
+
+import math
+from dataclasses import dataclass, field
+
+from megatrain.engine.worker import AdamWOptions
+from megatrain.errors import UserError
+from megatrain.models import BlockKind, BlockModel
+from megatrain.schedule import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How the engine trains."""
+
+    adamw: AdamWOptions = field(default_factory=AdamWOptions)
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 turns clipping off."""
+    micro_batch_rows: int | None = None
+    """Rows per micro-batch; None runs all rows of a step at once."""
+    micro_batch_tokens: int | None = None
+    """Padded tokens per micro-batch; takes precedence over rows."""
+    gradient_dtype: str | None = None
+    """dtype of a gradient while it waits for its update; None: the compute dtype."""
+    loss_chunk_tokens: int | None = None
+    """Supervised tokens whose logits exist at one time; None: 4096 if compiled (logits then stay in
+    the compute dtype), else 1024."""
+    seed: int = 0
+    """Key of the randomness inside the model."""
+    layer_weight_slots: int = 2
+    layer_gradient_slots: int = 2
+    host_threads: int | None = None
+    """Threads of the host update; None: all cores but two, at least one."""
+    threads: bool | None = None
+    """Run lanes on threads; None: on CUDA only."""
+    allow_nonfinite_blocks: bool = False
+    """Without clipping: go on after a block's gradient was not finite (its update is skipped)."""
+    compile_backend: str | None = None
+    """Compile layers and loss with this backend of torch.compile; None runs them as they are."""
+    length_multiple: int = 1
+    """Tokens to whose multiples compiled micro-batches are padded, so that shapes are few."""
+    debug: bool = False
+    """Verify every list and poison slots whose content is dead."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """`loss_chunk_tokens`, or its default."""
+        return self.loss_chunk_tokens or (4096 if self.compile_backend else 1024)
+
+
+def step_plan(
+    model: BlockModel, options: EngineOptions, *, resident: frozenset[int] = frozenset()
+) -> StepPlan:
+    """What the schedule of a step depends on; the number of micro-batches is filled in per step."""
+    streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
+    return StepPlan(
+        num_layers=model.num_layers,
+        num_micro=1,
+        trainable=tuple(block.layout.trainable for block in streamed),
+        clip=options.max_grad_norm > 0,
+        tied=bool(model.shared),
+        resident=resident,
+        layer_weight_slots=options.layer_weight_slots,
+        layer_gradient_slots=options.layer_gradient_slots,
+    )
+
+
+def check_options(model: BlockModel, options: EngineOptions) -> str:
+    """The dtype of waiting gradients, once the options are known to make sense.
+
+    Raises:
+        UserError: for the first that does not.
+    """
+    positive = {
+        "micro_batch_rows": options.micro_batch_rows,
+        "micro_batch_tokens": options.micro_batch_tokens,
+        "loss_chunk_tokens": options.loss_chunk_tokens,
+        "layer_weight_slots": options.layer_weight_slots,
+        "layer_gradient_slots": options.layer_gradient_slots,
+        "host_threads": options.host_threads,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise UserError(asked=f"{name}={value}", found="less than 1", change="use at least 1")
+    if not 0 <= options.max_grad_norm < math.inf:
+        raise UserError(
+            asked=f"max_grad_norm={options.max_grad_norm}",
+            found="no finite number from 0",
+            change="use 0 to turn clipping off",
+        )
+    gradient_dtype = options.gradient_dtype or model.compute_dtype
+    if model.compute_dtype == "float32" and gradient_dtype != "float32":
+        raise UserError(
+            asked=f"gradient_dtype={gradient_dtype} with dtype=float32",
+            found="gradients that would be coarser than the computation",
+            change="leave gradient_dtype out, or train with dtype=bfloat16",
+        )
+    return gradient_dtype
