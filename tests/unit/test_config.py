@@ -229,7 +229,7 @@ def test_tables_do_not_overlap_and_own_keys_are_our_own() -> None:
 
 def test_defaults_are_those_of_transformers() -> None:
     ours = TrainConfig(**NEEDED)
-    own_choice = {"output_dir", "logging_steps", "lr_scheduler_kwargs"}
+    own_choice = {"output_dir", "logging_steps", "lr_scheduler_kwargs", "torch_compile"}
     for key, value in training_arguments().items():
         if key in TrainConfig.model_fields and key not in own_choice:
             assert getattr(ours, key) == _plain(value), key

@@ -132,7 +132,7 @@ def _signature(value: Any, tensors: list[Tensor]) -> Hashable:
     """What a program for these arguments depends on; the tensors are appended in order."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return (value.dtype, value.shape, value.stride())
+        return (value.dtype, value.shape, value.stride(), value.requires_grad)
     if isinstance(value, dict):
         items = tuple((name, _signature(each, tensors)) for name, each in value.items())
         return (type(value), items)
@@ -182,7 +182,8 @@ def _compile(function: Function, args: Any, tensors: list[Tensor], backend: str)
     compiled = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
 
     def program(inputs: list[Tensor]) -> Any:
-        with torch.no_grad():
+        # Leaves ask for a graph; a program that runs backward itself is no part of one.
+        with torch.set_grad_enabled(any(tensor.requires_grad for tensor in inputs)):
             outputs = iter(compiled(*inputs))
         leaves = [next(outputs) if each is None else each[0] for each in constants]
         return pytree.tree_unflatten(leaves, spec)

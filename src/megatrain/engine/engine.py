@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatrain.data import Row
 from megatrain.engine.buffers import StepBuffers
 from megatrain.engine.compiled import Compiler, Runner
+from megatrain.engine.compute import BlockCompute
 from megatrain.engine.lanes import InlineLanes, Lanes, ThreadLanes
 from megatrain.engine.loss import Loss, cross_entropy
 from megatrain.engine.microbatch import (
@@ -27,7 +28,9 @@ from megatrain.engine.microbatch import (
     split_rows,
 )
 from megatrain.engine.options import EngineOptions, check_options, step_plan
-from megatrain.engine.worker import PendingUpdate, StepState, Worker
+from megatrain.engine.state import PendingUpdate, StepState
+from megatrain.engine.views import BlockViews
+from megatrain.engine.worker import Worker
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockKind, BlockModel
@@ -142,22 +145,30 @@ class Engine:
             if compiled
             else NO_PADDING
         )
-        self._worker = Worker(
+        views = BlockViews(model=model, store=store, buffers=self.buffers)
+        compute = BlockCompute(
             model=model,
+            views=views,
+            device=device,
+            loss_function=loss,
+            loss_chunk_tokens=options.chunk_tokens,
+            seed=options.seed,
+            lowest_trainable=self.plan.lowest_trainable,
+            saved=self.plan.saved,
+            always_with_graph=options.always_with_graph,
+            runner=self.compiler or Runner(),
+            templates=layer_templates(model) if compiled else (),
+        )
+        self._worker = Worker(
+            compute=compute,
+            views=views,
             store=store,
             buffers=self.buffers,
-            device=device,
             gradient_dtype=gradient_dtype,
             adamw=options.adamw,
             host_updater=host_updater(options.host_threads),
             device_updater=device_update if device.type == "cuda" else reference_update,
-            loss=loss,
-            loss_chunk_tokens=options.chunk_tokens,
-            seed=options.seed,
-            lowest_trainable=self.plan.lowest_trainable,
             clip=self.plan.clip,
-            runner=self.compiler or Runner(),
-            templates=layer_templates(model) if compiled else (),
         )
         if device.type == "cuda":
             # The slots are cleared on a stream that no lane waits for.

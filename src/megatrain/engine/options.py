@@ -29,6 +29,10 @@ class EngineOptions:
     """Key of the randomness inside the model."""
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
+    saved: frozenset[int] = frozenset()
+    """Layers (by block number) that keep what backward needs instead of being recomputed."""
+    always_with_graph: bool = False
+    """Whether a layer is saved or not then changes no bit; recomputing becomes slower."""
     host_threads: int | None = None
     """Threads of the host update; None: all cores but two, at least one."""
     threads: bool | None = None
@@ -60,6 +64,7 @@ def step_plan(
         clip=options.max_grad_norm > 0,
         tied=bool(model.shared),
         resident=resident,
+        saved=options.saved,
         layer_weight_slots=options.layer_weight_slots,
         layer_gradient_slots=options.layer_gradient_slots,
     )

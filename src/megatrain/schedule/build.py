@@ -21,9 +21,11 @@ class StepPlan:
     """The head uses parameters of embed."""
     resident: frozenset[int] = frozenset()
     """Blocks whose state lives on the device."""
+    saved: frozenset[int] = frozenset()
+    """Layers that are not recomputed: what backward needs stays, their weights too."""
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
-    """Slots of each kind that the layers share; embed and head have one of their own."""
+    """Slots of each kind that the layers share; embed, head and saved layers have their own."""
 
     @property
     def head(self) -> int:
@@ -34,6 +36,12 @@ class StepPlan:
         """The lowest block with anything to train; behind the head if there is none."""
         trained = (block for block, trainable in enumerate(self.trainable) if trainable)
         return next(trained, len(self.trainable))
+
+    @property
+    def kept_weights(self) -> tuple[int, ...]:
+        """Blocks with a weight slot of their own, in the order of these slots."""
+        saved = sorted(self.saved - self.resident - {0, self.head})
+        return (0, self.head, *saved)
 
     def gradient_slot(self, block: int) -> int:
         """The accumulator, staging and (without clipping) home slot of a block's gradient."""
@@ -84,8 +92,8 @@ class _Builder:
         plan = self.plan
         if block in plan.resident or block in self.in_slot.values():
             return
-        if block in (0, plan.head):
-            slot = plan.layer_weight_slots + (block == plan.head)
+        if block in plan.kept_weights:
+            slot = plan.layer_weight_slots + plan.kept_weights.index(block)
         else:
             slot, self.next_slot = self.next_slot, (self.next_slot + 1) % plan.layer_weight_slots
         self.in_slot[slot] = block
@@ -111,9 +119,11 @@ class _Builder:
             slot = Slot(space=Space.ACCUMULATOR, index=self.plan.gradient_slot(block))
             op.writes[slot] = ("sum", block)
 
-    def forward(self, block: int, micro: int) -> None:
+    def forward(self, block: int, micro: int, *, training: bool = True) -> None:
         op = self.add(OpKind.FORWARD, Lane.COMPUTE, block, micro)
         self.read_weights(op, block)
+        if training and block in self.plan.saved:
+            op.writes[Slot(space=Space.SAVED, index=block, micro=micro)] = ("saved", block, micro)
         calls = Slot(space=Space.CALLS, micro=micro)
         if block == 0:
             op.writes[calls] = ("calls", micro)
@@ -147,7 +157,9 @@ class _Builder:
         stream = Slot(space=Space.STREAM, micro=micro)
         op.reads[stream] = ("output gradient", block)
         op.writes[stream] = ("output gradient", block - 1)
-        if block > 0:
+        if block in self.plan.saved:
+            op.reads[Slot(space=Space.SAVED, index=block, micro=micro)] = ("saved", block, micro)
+        elif block > 0:
             op.reads[self.boundary(block, micro)] = ("input", block, micro)
             op.reads[Slot(space=Space.CALLS, micro=micro)] = ("calls", micro)
 
@@ -247,7 +259,7 @@ def build_evaluation(plan: StepPlan) -> list[Op]:
             if block == plan.head:
                 build.loss(micro)
             else:
-                build.forward(block, micro)
+                build.forward(block, micro, training=False)
     build.bring_loss_home()
     for op in build.ops:  # no gradients: neither sums nor an output gradient are touched
         for accesses in (op.reads, op.writes):

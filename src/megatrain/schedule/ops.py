@@ -58,6 +58,8 @@ class Space(StrEnum):
     """A rounded gradient on its way to the host."""
     BOUNDARY = "boundary"
     """The input of a block for one micro-batch."""
+    SAVED = "saved"
+    """What backward needs of a block's forward, for one micro-batch."""
     CALLS = "calls"
     """What the prologue recorded for one micro-batch."""
     STREAM = "stream"

@@ -48,7 +48,11 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         slot = plan.home_gradient_slot(block)
         home[slot] = max(home.get(slot, 0), largest(Purpose.GRADIENT, [block]))
     return SlotSizes(
-        weights=pool(Purpose.WEIGHT, plan.layer_weight_slots, streamed),
+        weights=(
+            *[largest(Purpose.WEIGHT, [b for b in streamed if b not in plan.kept_weights])]
+            * plan.layer_weight_slots,
+            *(largest(Purpose.WEIGHT, [b] if b in streamed else []) for b in plan.kept_weights),
+        ),
         accumulators=pool(Purpose.ACCUMULATOR, plan.layer_gradient_slots, every),
         staging=pool(Purpose.GRADIENT, plan.layer_gradient_slots, streamed),
         home_gradients=home,

@@ -1,0 +1,49 @@
+"""Everything that belongs to one running step, and what an update needs of the step before."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megatrain.engine.microbatch import MicroBatch
+from megatrain.models import CarriedTensors, LayerCall
+from megatrain.models.passes import Leaves
+
+Saved = tuple[Leaves, tuple[Tensor, dict[str, Tensor]]]
+"""What a block computed from and what it computed, with the graph between them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingUpdate:
+    """What an update needs beside the gradient: fixed by the step that made the gradient."""
+
+    learning_rate: float
+    gradient_scale: float
+
+
+@dataclass(kw_only=True)
+class StepState:
+    """Everything that belongs to one running step."""
+
+    step: int
+    micro_batches: Sequence[MicroBatch]
+    total_weight: float
+    """Sum of loss weights over the step's rows: the loss divides by it."""
+    training: bool
+    update: PendingUpdate | None
+    """For UPDATE operations of this list."""
+    calls: dict[int, list[LayerCall]] = field(default_factory=dict)
+    boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(block, micro-batch) -> the block's input."""
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
+    """(block, micro-batch) -> its forward, ready to be run backward."""
+    streams: dict[int, Tensor] = field(default_factory=dict)
+    """micro-batch -> gradient of the output of the block that is next in backward."""
+    carried: dict[int, CarriedTensors] = field(default_factory=lambda: defaultdict(CarriedTensors))
+    loss_sum: Tensor | None = None
+    squares: dict[int, Tensor] = field(default_factory=dict)
+    home_squares: dict[int, Tensor] = field(default_factory=dict)
+    home_loss_sum: Tensor | None = None
+    loss_is_finite: bool = True
+    nonfinite_blocks: list[int] = field(default_factory=list)

@@ -1,0 +1,40 @@
+"""A block's parameters and gradient sums on the device, wherever the schedule has put them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.engine.buffers import StepBuffers
+from megatrain.layout import BlockLayout, Purpose
+from megatrain.memory import BlockStore, segment_views
+from megatrain.memory.store import param_views
+from megatrain.models import BlockModel
+from megatrain.schedule import Op, Space
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockViews:
+    """Views by parameter name."""
+
+    model: BlockModel
+    store: BlockStore
+    buffers: StepBuffers
+
+    def layout(self, block: int) -> BlockLayout:
+        return self.model.blocks[block].layout
+
+    def weights(self, op: Op, block: int) -> dict[str, Tensor]:
+        """The block's parameters on the device, as views of its slot or of its resident state."""
+        if block in self.store.resident:
+            return self.store.weights(block)
+        flat = self.buffers.weights[op.slot(Space.WEIGHTS, ("weights", block))]
+        layout = self.layout(block)
+        return param_views(layout, segment_views(layout, Purpose.WEIGHT, flat))
+
+    def sums(self, op: Op, block: int) -> dict[str, Tensor]:
+        """fp32 gradient sums, as views of the block's accumulator; empty if it is not trained."""
+        layout = self.layout(block)
+        if not layout.trainable:
+            return {}
+        flat = self.buffers.accumulators[op.slot(Space.ACCUMULATOR, ("sum", block))]
+        return param_views(layout, segment_views(layout, Purpose.ACCUMULATOR, flat))
