@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain.data import DataOptions, StepSampler, load_rows, load_tokenizer
 from megatrain.engine import Engine, EngineOptions
 from megatrain.engine.microbatch import make_micro_batch, split_rows
-from megatrain.engine.worker import AdamWOptions
+from megatrain.engine.options import AdamWOptions
 from megatrain.memory import BlockStore
 from megatrain.models.hub import find_model
 from megatrain.models.load import load_blocks

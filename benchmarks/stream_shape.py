@@ -62,6 +62,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, help="write a trace of the last step")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--chunk", type=int, default=4096, help="tokens whose logits exist at once")
+    parser.add_argument(
+        "--resident", type=int, help="state of embed, head and so many first layers on the device"
+    )
+    parser.add_argument("--saved", type=int, default=0, help="last layers that are not recomputed")
     parser.add_argument("--inline", action="store_true", help="no overlap: the reference")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -84,13 +88,20 @@ def main() -> None:
     dtype = "bfloat16" if device.type == "cuda" else "float32"
     model = split_model(build_on_meta(config, compute_dtype=dtype), compute_dtype=dtype)
     layouts = [block.layout for block in model.blocks]
-    store = BlockStore.filled(layouts, init_block_weights(model, seed=0), device=device)
+    head = model.head.index
+    resident = frozenset()
+    if args.resident is not None:
+        resident = frozenset({0, head, *range(1, args.resident + 1)})
+    store = BlockStore.filled(
+        layouts, init_block_weights(model, seed=0), device=device, resident=resident
+    )
     compiles = device.type == "cuda" and not args.eager
     options = EngineOptions(
         micro_batch_rows=args.micro_rows,
         max_grad_norm=args.max_grad_norm,
         compile_backend="inductor" if compiles else None,
         loss_chunk_tokens=args.chunk if compiles else 1024,
+        saved=frozenset(range(head - args.saved, head)),
     )
     lanes = InlineLanes(device) if args.inline else None
     engine = Engine(model, store, options, device=device, lanes=lanes)
@@ -129,6 +140,8 @@ def main() -> None:
         "lanes": "inline" if args.inline else "default",
         "lanes_busy": busy,
         "compiled": compiles,
+        "resident_blocks": len(resident),
+        "saved_layers": args.saved,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "seconds_per_step_p50": seconds,

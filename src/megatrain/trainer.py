@@ -38,7 +38,7 @@ from megatrain.engine import (
     step_plan,
 )
 from megatrain.engine.engine import NonFiniteGradientError
-from megatrain.engine.worker import AdamWOptions
+from megatrain.engine.options import AdamWOptions
 from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore

@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from megatrain.data import Row
 from megatrain.engine import Engine, EngineOptions, StepResult
 from megatrain.engine.microbatch import make_micro_batch, split_rows
-from megatrain.engine.worker import AdamWOptions
+from megatrain.engine.options import AdamWOptions
 from megatrain.layout import Purpose
 from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views

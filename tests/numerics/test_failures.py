@@ -87,11 +87,13 @@ def test_a_failed_step_makes_the_engine_unusable(threads: bool, max_grad_norm: f
 def test_an_interrupt_stops_all_lanes_before_it_goes_on() -> None:
     engine = engine_of(threads=True)
     inner = engine.model.layer
-    in_layer = threading.Event()
+    in_layer, running = threading.Event(), set[int]()
 
     def slow(*arguments: Any) -> Tensor:
+        running.add(id(arguments))
         in_layer.set()
         time.sleep(0.05)
+        running.remove(id(arguments))
         return inner(*arguments)
 
     engine.model.layer = slow  # type: ignore[method-assign]
@@ -100,9 +102,30 @@ def test_an_interrupt_stops_all_lanes_before_it_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.step(ROWS[0], learning_rate=1e-2)
     killer.join()
-    assert [t.name for t in threading.enumerate() if t.name.startswith("megatrain-")] == []
+    assert not running
     with pytest.raises(EngineUnusableError, match="KeyboardInterrupt"):
         engine.flush()
+
+
+def test_lanes_keep_their_threads_from_step_to_step_and_end_with_the_engine() -> None:
+    engine = engine_of(threads=True)
+    used: set[threading.Thread] = set()
+    inner = engine.model.layer
+
+    def layer(*arguments: Any) -> Tensor:
+        used.add(threading.current_thread())
+        return inner(*arguments)
+
+    engine.model.layer = layer  # type: ignore[method-assign]
+    for rows in ROWS:
+        engine.step(rows, learning_rate=1e-2)
+    assert len(used) == 1
+    (thread,) = used
+    assert thread.name == "megatrain-compute"
+    del engine
+    gc.collect()
+    thread.join(timeout=10)
+    assert not thread.is_alive()
 
 
 def test_token_ids_outside_the_vocabulary_are_refused_before_anything_runs() -> None:

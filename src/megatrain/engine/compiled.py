@@ -28,8 +28,6 @@ Program = Callable[[list[Tensor]], Any]
 MAX_PROGRAMS = 16
 """Of one function and behaviour; one that needs more has a constant that is new in every call."""
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
-TF32_WARNING = "TensorFloat32 tensor cores"
-"""Advice to make fp32 products coarser: no."""
 UNTRACEABLE = (RuntimeError, AttributeError, NotImplementedError, TypeError, ValueError)
 """What a function raises on fake tensors that runs on real ones."""
 
@@ -110,7 +108,7 @@ class Compiler(Runner):
             return function(run.plain, *args)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=TF32_WARNING)
+                warnings.simplefilter("ignore")  # the compiler's, of itself and of fp32 products
                 result = program(tensors)  # compiles before it runs anything
         except torch._dynamo.exc.TorchDynamoException as error:
             self._give_up(kind, error)
@@ -121,8 +119,8 @@ class Compiler(Runner):
 
     def _give_up(self, kind: tuple[Function, Any], error: Exception) -> None:
         self._as_it_is.add(kind)
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        notice = f"{kind[0].__name__} runs uncompiled: {lines[0][:200]}"
+        reason = " ".join(str(error).split()) or type(error).__name__
+        notice = f"{kind[0].__name__} runs uncompiled: {reason[:300]}"
         if notice not in self._said:
             self._said.add(notice)
             self.notices.append(notice)

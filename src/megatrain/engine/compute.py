@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.engine.compiled import Run, Runner
+from megatrain.engine.compiled import Compiler, Run, Runner
 from megatrain.engine.loss import Epilogue, Loss, loss_backward, loss_forward
 from megatrain.engine.microbatch import MicroBatch
+from megatrain.engine.options import EngineOptions
 from megatrain.engine.randomness import keyed_randomness
 from megatrain.engine.state import StepState
-from megatrain.engine.views import BlockViews
+from megatrain.engine.views import Views
 from megatrain.models import BlockModel
 from megatrain.models.passes import (
     Leaves,
@@ -28,11 +29,31 @@ from megatrain.models.passes import (
     forward_with_graph,
     pull,
 )
-from megatrain.models.templates import LayerTemplate
-from megatrain.schedule import Op
+from megatrain.models.templates import LayerTemplate, layer_templates
+from megatrain.schedule import Op, StepPlan
 
 SMALLEST_CHUNK = 256
 """Tokens to which a compiled chunk of the loss is filled up at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs:
+    """How functions of blocks are run, and the layers' templates if they are compiled."""
+
+    runner: Runner
+    templates: Sequence[LayerTemplate] = ()
+
+    @classmethod
+    def of(cls, model: BlockModel, options: EngineOptions) -> "Programs":
+        """Compiled if the options say so; what is random runs as it is, to be replayed exactly."""
+        if options.compile_backend is None or model.random:
+            return cls(runner=Runner())
+        runner = Compiler(options.compile_backend)
+        return cls(runner=runner, templates=layer_templates(model))
+
+    @property
+    def compiler(self) -> Compiler | None:
+        return self.runner if isinstance(self.runner, Compiler) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +61,8 @@ class BlockCompute:
     """Computes on blocks; holds no state of a step."""
 
     model: BlockModel
-    views: BlockViews
+    views: Views
+    programs: Programs
     device: torch.device
     loss_function: Loss
     loss_chunk_tokens: int
@@ -50,9 +72,36 @@ class BlockCompute:
     """Layers whose forward is kept for backward instead of being computed again."""
     always_with_graph: bool
     """Run the very same forward in forward and backward, saved or not: bitwise the same results."""
-    runner: Runner
-    templates: Sequence[LayerTemplate]
-    """Of every layer, if layers are to be compiled."""
+
+    @classmethod
+    def of(
+        cls,
+        model: BlockModel,
+        options: EngineOptions,
+        *,
+        plan: StepPlan,
+        views: Views,
+        programs: Programs,
+        device: torch.device,
+        loss: Loss,
+    ) -> "BlockCompute":
+        """As the options say."""
+        return cls(
+            model=model,
+            views=views,
+            programs=programs,
+            device=device,
+            loss_function=loss,
+            loss_chunk_tokens=options.chunk_tokens,
+            seed=options.seed,
+            lowest_trainable=plan.lowest_trainable,
+            saved=plan.saved,
+            always_with_graph=options.always_with_graph,
+        )
+
+    @property
+    def _runner(self) -> Runner:
+        return self.programs.runner
 
     def forward(self, state: StepState, op: Op) -> None:
         """A block's output becomes the next one's input."""
@@ -81,10 +130,10 @@ class BlockCompute:
         carried = state.carried[micro].before(block)
         saves = state.training and block in self.saved
         if not saves and not self.always_with_graph:
-            y_BTD, written = self.runner(forward, run, tensors, x_BTD, call, carried)
+            y_BTD, written = self._runner(forward, run, tensors, x_BTD, call, carried)
             return y_BTD, written
         leaves = self._leaves(state, op, tensors, x_BTD)
-        output = self.runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)
+        output = self._runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)
         if saves:
             state.saved[block, micro] = (leaves, output)
         return output[0].detach(), {key: tensor.detach() for key, tensor in output[1].items()}
@@ -94,9 +143,9 @@ class BlockCompute:
         index = op.block - 1
         plain = partial(self.model.layer, index)
         tensors = _local(self.views.weights(op, op.block), self.model.layer_prefix(index))
-        if not self.templates:
+        if not self.programs.templates:
             return Run(plain=plain, shared=plain), tensors
-        shared = self.templates[index].layer
+        shared = self.programs.templates[index].layer
         return Run(plain=plain, shared=shared), tensors | self.model.buffers(index)
 
     def _leaves(self, state: StepState, op: Op, tensors: Tensors, x_BTD: Tensor) -> Leaves:
@@ -147,10 +196,10 @@ class BlockCompute:
         x_BTD, call = state.boundaries.pop((block, micro)), state.calls[micro][block - 1]
         if self.always_with_graph:
             leaves = self._leaves(state, op, tensors, x_BTD)
-            output = self.runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)
+            output = self._runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)
             return pull(leaves, output, outgoing, sums)
         carried = state.carried[micro]
-        gradient, read = self.runner(
+        gradient, read = self._runner(
             backward,
             run,
             tensors,
@@ -185,9 +234,9 @@ class BlockCompute:
             for positions, *targets in self._chunks(batch):
                 args = (self.loss_function, tensors, x_FD[positions], *targets)
                 if stream_FD is None:
-                    total += self.runner(loss_forward, run, *args)
+                    total += self._runner(loss_forward, run, *args)
                     continue
-                loss_sum, gradient_ND = self.runner(loss_backward, run, *args, weight, sums)
+                loss_sum, gradient_ND = self._runner(loss_backward, run, *args, weight, sums)
                 total += loss_sum
                 if gradient_ND is not None:
                     stream_FD.index_add_(0, positions, gradient_ND)
@@ -204,13 +253,15 @@ class BlockCompute:
             return
         labels, weights = batch.labels_BT.flatten(), batch.weights_BT.flatten()
         size = self.loss_chunk_tokens
-        if not self.templates:  # no longer than the row, so that learned positions never run out
+        if (
+            not self.programs.templates
+        ):  # no longer than the row, so that learned positions never run out
             size = min(size, length)
         for positions in batch.supervised_N.split(size):
             if not len(positions):
                 continue
             chunk = positions, labels[positions], weights[positions]
-            yield _filled_up(*chunk, size=size) if self.templates else chunk
+            yield _filled_up(*chunk, size=size) if self.programs.templates else chunk
 
     def _epilogue(self, batch: MicroBatch) -> Epilogue:
         if not getattr(self.loss_function, "whole_logits", False):

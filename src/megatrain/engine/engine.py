@@ -12,29 +12,27 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.data import Row
+from megatrain.engine.attention import attention_choice
 from megatrain.engine.buffers import StepBuffers
-from megatrain.engine.compiled import Compiler, Runner
-from megatrain.engine.compute import BlockCompute
+from megatrain.engine.compute import BlockCompute, Programs
 from megatrain.engine.lanes import InlineLanes, Lanes, ThreadLanes
 from megatrain.engine.loss import Loss, cross_entropy
-from megatrain.engine.microbatch import (
-    NO_PADDING,
-    MicroBatch,
-    Padding,
-    make_micro_batch,
-    split_rows,
+from megatrain.engine.microbatch import MicroBatch, make_micro_batch, split_rows
+from megatrain.engine.options import (
+    EngineOptions,
+    check_options,
+    padding_of,
+    split_of,
+    step_plan,
 )
-from megatrain.engine.options import EngineOptions, check_options, step_plan
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockKind, BlockModel
-from megatrain.models.templates import layer_templates
 from megatrain.optim import device_update, host_updater, reference_update
 from megatrain.schedule import (
     Lane,
@@ -77,15 +75,6 @@ class EvalSums:
     weight_sum: float
 
 
-ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""Fastest first; see docs/log.md.  Each is taken only for what it supports."""
-
-
 class EngineUnusableError(RuntimeError):
     """The engine was closed, or a step failed half-way and left masters half updated."""
 
@@ -104,6 +93,7 @@ class Engine:
         device: where blocks are computed.
         loss: see `megatrain.engine.loss.Loss`; cross-entropy by default.
         lanes: how lists are run; chosen from the device and the options by default.
+        programs: compiled before, with the same options; made anew by default.
 
     Raises:
         UserError: for options that make no sense.
@@ -118,6 +108,7 @@ class Engine:
         device: torch.device,
         loss: Loss = cross_entropy,
         lanes: Lanes | None = None,
+        programs: Programs | None = None,
     ) -> None:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
         gradient_dtype = check_options(model, options)
@@ -134,30 +125,18 @@ class Engine:
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
         self.buffers = StepBuffers(sizes, resident=store.resident, device=device)
         model.move_buffers(device)
-        compiled = options.compile_backend is not None and not model.random
-        self.compiler = Compiler(options.compile_backend or "") if compiled else None
-        self._padding = (
-            Padding(
-                length_multiple=options.length_multiple,
-                max_length=model.learned_positions,
-                round_rows=True,
-            )
-            if compiled
-            else NO_PADDING
-        )
+        programs = programs or Programs.of(model, options)
+        self.compiler = programs.compiler
+        self._padding = padding_of(model, options)
         views = BlockViews(model=model, store=store, buffers=self.buffers)
-        compute = BlockCompute(
-            model=model,
+        compute = BlockCompute.of(
+            model,
+            options,
+            plan=self.plan,
             views=views,
+            programs=programs,
             device=device,
-            loss_function=loss,
-            loss_chunk_tokens=options.chunk_tokens,
-            seed=options.seed,
-            lowest_trainable=self.plan.lowest_trainable,
-            saved=self.plan.saved,
-            always_with_graph=options.always_with_graph,
-            runner=self.compiler or Runner(),
-            templates=layer_templates(model) if compiled else (),
+            loss=loss,
         )
         self._worker = Worker(
             compute=compute,
@@ -306,9 +285,9 @@ class Engine:
                 change="give at least one row, each with at least one token",
             )
         self._check_ids(rows)
-        alone = training and self.model.random  # so that randomness is keyed by row
-        rows_per_micro = 1 if alone else self.options.micro_batch_rows or len(rows)
-        tokens_per_micro = None if alone else self.options.micro_batch_tokens
+        # Rows of a step with dropout run one by one: randomness is keyed by row.
+        alone = training and self.model.random
+        rows_per_micro, tokens_per_micro = split_of(self.options, len(rows), alone=alone)
         groups = split_rows(
             rows,
             rows_per_micro=rows_per_micro,
@@ -356,6 +335,6 @@ class Engine:
         with (
             torch.autocast(self.device.type, enabled=False),
             torch.enable_grad(),
-            sdpa_kernel(ATTENTION, set_priority=True) if op.lane is Lane.COMPUTE else nullcontext(),
+            attention_choice(self.device) if op.lane is Lane.COMPUTE else nullcontext(),
         ):
             self._worker.handle(state, op)

@@ -4,9 +4,12 @@ Both run the very same list.  Inline is the reference: list order, one thread.  
 lane works through its own operations in order and waits only where the schedule says so.
 """
 
+import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -134,13 +137,31 @@ def _issue(
         return None if stream is None else stream.record_event()
 
 
-def _wait_for(threads: dict[Lane, threading.Thread], ended: dict[Lane, threading.Event]) -> None:
-    """Wait for those that were started; a join alone takes them for dead once interrupted."""
-    started = [lane for lane, thread in threads.items() if thread.ident is not None]
-    for lane in started:
-        ended[lane].wait()
-    for lane in started:
-        threads[lane].join()
+class _LaneThread:
+    """A thread that does one piece of work after the other until it is told to stop.
+
+    It lives as long as its lanes: cuDNN keeps the attention kernels that it has chosen for each
+    thread, so a new thread would choose them again (70 ms on an H200, in every step).
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(
+            target=_work_until_stopped, args=(self._work,), name=f"megatrain-{lane}", daemon=True
+        )
+        self.thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def stop(self) -> None:
+        self._work.put(None)
+
+
+def _work_until_stopped(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (piece := work.get()) is not None:
+        piece()
+        del piece  # it holds a step's buffers
 
 
 class ThreadLanes:
@@ -155,6 +176,9 @@ class ThreadLanes:
         if device.type == "cuda":
             for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H):
                 self.streams[lane] = torch.cuda.Stream(device)
+        self._threads = {lane: _LaneThread(lane) for lane in Lane}
+        for thread in self._threads.values():
+            weakref.finalize(self, thread.stop)
 
     def run(
         self,
@@ -166,9 +190,12 @@ class ThreadLanes:
         marks = [_Mark() for _ in ops]
         clock = None if spans is None else _Clock(self.streams)
         failures: list[BaseException] = []
+        stopped = threading.Event()
+        ended = {lane: threading.Event() for lane in Lane}
 
         def fail(error: BaseException) -> None:
             failures.append(error)
+            stopped.set()
             for mark in marks:
                 mark.issued.set()
 
@@ -180,7 +207,7 @@ class ThreadLanes:
                         continue
                     for earlier in waits[index]:
                         marks[earlier].order_after(stream)
-                    if failures:
+                    if stopped.is_set():
                         return
                     marks[index].event = _issue(op, stream, handle, clock)
                     marks[index].issued.set()
@@ -189,19 +216,17 @@ class ThreadLanes:
             finally:
                 ended[lane].set()
 
-        used = {op.lane for op in ops}
-        ended = {lane: threading.Event() for lane in used}
-        threads = {
-            lane: threading.Thread(target=work, args=(lane,), name=f"megatrain-{lane}", daemon=True)
-            for lane in used
-        }
+        def run_all() -> None:
+            for lane, thread in self._threads.items():
+                thread.do(partial(work, lane))
+            for event in ended.values():
+                event.wait()
+
         try:
-            for thread in threads.values():
-                thread.start()
-            _wait_for(threads, ended)
+            run_all()
         except BaseException as interrupt:  # noqa: BLE001  the lanes must stop before it goes on
             fail(interrupt)
-            _wait_for(threads, ended)
+            run_all()  # again: a lane that had not begun ends at once, the others go first
         try:
             if failures:
                 raise failures[0]

@@ -3,10 +3,20 @@
 import math
 from dataclasses import dataclass, field
 
-from megatrain.engine.worker import AdamWOptions
+from megatrain.engine.microbatch import NO_PADDING, Padding
 from megatrain.errors import UserError
 from megatrain.models import BlockKind, BlockModel
 from megatrain.schedule import StepPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWOptions:
+    """Constants of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +111,46 @@ def check_options(model: BlockModel, options: EngineOptions) -> str:
             change="leave gradient_dtype out, or train with dtype=bfloat16",
         )
     return gradient_dtype
+
+
+def padding_of(model: BlockModel, options: EngineOptions) -> Padding:
+    """Shapes that micro-batches are padded to: few if layers are compiled for each of them."""
+    if options.compile_backend is None or model.random:
+        return NO_PADDING
+    return Padding(
+        length_multiple=options.length_multiple,
+        max_length=model.learned_positions,
+        round_rows=True,
+    )
+
+
+def split_of(options: EngineOptions, num_rows: int, *, alone: bool) -> tuple[int, int | None]:
+    """Rows of a micro-batch, and padded tokens where these decide.
+
+    Args:
+        options: `micro_batch_tokens` goes before `micro_batch_rows`.
+        num_rows: of the step.
+        alone: one row at a time.
+    """
+    if alone:
+        return 1, None
+    return options.micro_batch_rows or num_rows, options.micro_batch_tokens
+
+
+def largest_shape(
+    model: BlockModel, options: EngineOptions, *, num_rows: int, longest: int
+) -> tuple[int, int, int]:
+    """(B, T, micro-batches) of a step whose rows are all as long as the longest.
+
+    Args:
+        model: with dropout its rows run one by one.
+        options: how a step is split.
+        num_rows: of a step.
+        longest: tokens of the longest row.
+    """
+    length = padding_of(model, options).length(longest)
+    rows, tokens = split_of(options, num_rows, alone=model.random)
+    if tokens is not None:
+        rows = max(1, tokens // length)
+    rows = min(rows, num_rows)
+    return rows, length, -(-num_rows // rows)

@@ -1,6 +1,7 @@
 """A block's parameters and gradient sums on the device, wherever the schedule has put them."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,6 +11,19 @@ from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import BlockModel
 from megatrain.schedule import Op, Space
+
+
+class Views(Protocol):
+    """What computation needs of a block's place on the device."""
+
+    def layout(self, block: int) -> BlockLayout:
+        """The block's layout."""
+
+    def weights(self, op: Op, block: int) -> dict[str, Tensor]:
+        """Its parameters by name."""
+
+    def sums(self, op: Op, block: int) -> dict[str, Tensor]:
+        """Its fp32 gradient sums by name; empty if it is not trained."""
 
 
 @dataclass(frozen=True, kw_only=True)

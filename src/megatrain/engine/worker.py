@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatrain.engine.buffers import StepBuffers
 from megatrain.engine.compute import BlockCompute
+from megatrain.engine.options import AdamWOptions
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.layout import Purpose
@@ -14,16 +15,6 @@ from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
 from megatrain.schedule import Op, OpKind, Space
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWOptions:
-    """Constants of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
-
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

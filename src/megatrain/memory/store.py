@@ -91,6 +91,7 @@ class BlockStore:
         source: Iterator[tuple[int, Mapping[str, Tensor]]],
         *,
         device: torch.device,
+        resident: frozenset[int] = frozenset(),
     ) -> "BlockStore":
         """A store with masters from a source: (block, tensors by name), one block after the other.
 
@@ -98,7 +99,7 @@ class BlockStore:
         refuses by then.
         """
         first = next(source)
-        store = cls(layouts, device=device)
+        store = cls(layouts, device=device, resident=resident)
         for block, tensors in chain([first], source):
             store.write(block, tensors)
         return store

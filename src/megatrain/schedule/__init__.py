@@ -17,6 +17,7 @@ from megatrain.schedule.build import (
     build_step,
     initial_contents,
 )
+from megatrain.schedule.costs import Footprint
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
 from megatrain.schedule.sizes import SlotSizes, slot_sizes
 from megatrain.schedule.spans import Span, occupancy
@@ -24,6 +25,7 @@ from megatrain.schedule.verify import derive_waits, verify_contents, verify_wait
 
 __all__ = [
     "Content",
+    "Footprint",
     "Lane",
     "Op",
     "OpKind",

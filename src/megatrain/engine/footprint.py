@@ -1,0 +1,212 @@
+"""What a step of given shapes costs on this machine, measured before the state is allocated.
+
+The engine's own compute is run once over all layers, on random weights in one set of buffers that
+every layer shares: a micro-batch's memory beside the slots, and the time of a layer's forward,
+backward and backward without recompute.  What is compiled for it, the run needs anyway.
+
+Price: the slots of embed, head and one layer for its duration; compilation, and then a second.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.data import Row
+from megatrain.engine.attention import attention_choice
+from megatrain.engine.compute import BlockCompute, Programs
+from megatrain.engine.loss import Loss
+from megatrain.engine.microbatch import MicroBatch, make_micro_batch
+from megatrain.engine.options import EngineOptions, step_plan
+from megatrain.engine.state import StepState
+from megatrain.layout import BlockLayout, Purpose
+from megatrain.memory import segment_views
+from megatrain.memory.store import param_views
+from megatrain.models import BlockModel
+from megatrain.optim import AdamWHyper, SegmentBuffers, Updater, host_updater
+from megatrain.schedule import Footprint, Lane, Op, OpKind
+
+INITIAL_STD = 0.02
+UPDATE_SAMPLE = 2**25
+"""Parameters whose update is timed: far more than any cache holds."""
+
+
+class _SharedViews:
+    """Random weights and gradient sums in one set of buffers, whatever the layer."""
+
+    def __init__(self, model: BlockModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._flat: dict[tuple[Purpose, str], Tensor] = {}
+
+    def layout(self, block: int) -> BlockLayout:
+        return self._model.blocks[block].layout
+
+    def weights(self, op: Op, block: int) -> dict[str, Tensor]:
+        del op
+        return self._views(block, Purpose.WEIGHT)
+
+    def sums(self, op: Op, block: int) -> dict[str, Tensor]:
+        del op
+        return self._views(block, Purpose.ACCUMULATOR)
+
+    def _views(self, block: int, purpose: Purpose) -> dict[str, Tensor]:
+        layout, kind = self.layout(block), self._model.blocks[block].kind
+        if (purpose, kind) not in self._flat:
+            alike = [b.layout for b in self._model.blocks if b.kind is kind]
+            size = max(each.nbytes(purpose) for each in alike)
+            self._flat[purpose, kind] = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        segments = segment_views(layout, purpose, self._flat[purpose, kind])
+        for segment in segments.values() if purpose is Purpose.WEIGHT else ():
+            segment.normal_(std=INITIAL_STD)
+        return param_views(layout, segments)
+
+
+class _Meter:
+    """Peak memory beyond what was there, and seconds, of one call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.peak_bytes = 0
+
+    def __call__(self, call: Callable[..., None], *args: Any) -> float:
+        self._synchronize()
+        before = self.allocated()
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        call(*args)
+        self._synchronize()
+        seconds = time.perf_counter() - began
+        if self._cuda:
+            self.peak_bytes = max(self.peak_bytes, torch.cuda.max_memory_allocated() - before)
+        return seconds
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self._cuda else 0
+
+    def _synchronize(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+
+def measure_footprint(
+    model: BlockModel,
+    options: EngineOptions,
+    *,
+    shape: tuple[int, int],
+    device: torch.device,
+    loss: Loss,
+    programs: Programs,
+) -> Footprint:
+    """Run one micro-batch through all blocks, twice: the first time compiles.
+
+    Args:
+        model: its buffers are moved to the device.
+        options: of the run; what they say of saved layers is ignored.
+        shape: the largest (B, T).
+        device: where blocks are computed.
+        loss: of the run.
+        programs: of the run; what is compiled here stays.
+    """
+    model.move_buffers(device)
+    plan = replace(step_plan(model, options), saved=frozenset())
+    compute = BlockCompute.of(
+        model,
+        options,
+        plan=plan,
+        views=_SharedViews(model, device),
+        programs=programs,
+        device=device,
+        loss=loss,
+    )
+    rows, length = shape
+    row = Row(
+        input_ids=np.arange(length, dtype=np.int64) % model.vocab_size,
+        weights=np.ones(length, dtype=np.float32),
+    )
+    batch = make_micro_batch([row] * rows, 0, device)
+    with attention_choice(device):
+        _one_pass(compute, batch)
+        found = _one_pass(compute, batch)
+    rate = _update_rate(host_updater(options.host_threads))
+    return replace(found, update_params_per_s=rate)
+
+
+def _one_pass(compute: BlockCompute, batch: MicroBatch) -> Footprint:
+    model, meter = compute.model, _Meter(compute.device)
+    state = StepState(
+        step=0,
+        micro_batches=[batch],
+        total_weight=float(batch.ids_BT.numel()),
+        training=True,
+        update=None,
+    )
+
+    def op(kind: OpKind, block: int) -> Op:
+        return Op(kind=kind, lane=Lane.COMPUTE, block=block)
+
+    layers = range(1, model.num_layers + 1)
+    meter(compute.forward, state, op(OpKind.FORWARD, 0))
+    forward_s, saved_bytes = [], []
+    for block in layers:
+        saving = replace(compute, saved=frozenset({block}))
+        kept = state.boundaries[block, 0]
+        before = meter.allocated()
+        meter(saving.forward, state, op(OpKind.FORWARD, block))
+        saved_bytes.append(meter.allocated() - before + kept.nbytes)
+        last = state.saved.pop((block, 0))
+        if block != model.num_layers:
+            del last
+            state.boundaries[block, 0] = kept
+            forward_s.append(meter(compute.forward, state, op(OpKind.FORWARD, block)))
+    state.saved[model.num_layers, 0] = last
+    loss_s = meter(compute.loss, state, op(OpKind.LOSS, model.head.index))
+    backward_s = []
+    saving = replace(compute, saved=frozenset({model.num_layers}))
+    for block in reversed(layers):
+        if block < compute.lowest_trainable:
+            break
+        backward_s.append(meter(saving.backward, state, op(OpKind.BACKWARD, block)))
+    if compute.lowest_trainable == 0:
+        meter(compute.backward, state, op(OpKind.BACKWARD, 0))
+    return Footprint(
+        input_bytes=kept.nbytes,
+        saved_bytes=tuple(saved_bytes),
+        workspace_bytes=meter.peak_bytes,
+        forward_s=_mean(forward_s),
+        backward_s=_mean(backward_s[1:]),
+        saved_backward_s=_mean(backward_s[:1]),
+        loss_s=loss_s,
+        update_params_per_s=0.0,
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _update_rate(updater: Updater) -> float:
+    buffers = SegmentBuffers(
+        weight=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
+        residual=torch.zeros(UPDATE_SAMPLE, dtype=torch.int16),
+        exp_avg=torch.zeros(UPDATE_SAMPLE),
+        exp_avg_sq=torch.zeros(UPDATE_SAMPLE),
+        gradient=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
+    )
+    hyper = AdamWHyper(
+        learning_rate=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        step=1,
+        gradient_scale=1.0,
+    )
+    updater(buffers, hyper)
+    began = time.perf_counter()
+    updater(buffers, hyper)
+    return UPDATE_SAMPLE / (time.perf_counter() - began)

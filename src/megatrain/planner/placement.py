@@ -1,0 +1,135 @@
+"""What spare GPU memory is spent on: state of blocks, and activations instead of recompute.
+
+A rule, not a search over everything: embed and head first, then the first layers (with clipping
+their updates delay the next forward), then saved activations of the last layers.  How many of each
+is what a rough estimate of the step's time says, within the budget.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatrain.errors import UserError
+from megatrain.layout import BlockLayout, Purpose
+from megatrain.memory.store import STATE
+from megatrain.schedule import Footprint, StepPlan, slot_sizes
+from megatrain.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where blocks live, and what is not recomputed."""
+
+    resident: frozenset[int]
+    """Blocks whose state lives on the device."""
+    saved: frozenset[int]
+    """Layers whose activations stay from forward to backward."""
+    device_bytes: int
+    """Slots, resident state and activations at their peak."""
+
+    def in_words(self) -> str:
+        """One line for a person."""
+        return (
+            f"GPU memory {format_bytes(self.device_bytes)}: state of {len(self.resident)} blocks,"
+            f" activations of {len(self.saved)} layers"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRule:
+    """Finds the placement.
+
+    `plan` has no placement yet; its number of micro-batches is the largest of any step.
+    """
+
+    layouts: Sequence[BlockLayout]
+    """Embed, layers, head."""
+    plan: StepPlan
+    gradient_dtype: str
+    footprint: Footprint
+    budget: int
+    """Bytes on the device that the run may use."""
+
+    def place(self) -> Placement:
+        """The placement with the shortest estimated step.
+
+        Raises:
+            UserError: if not even one layer at a time fits the budget.
+        """
+        nothing = self._placement(frozenset(), frozenset())
+        if nothing.device_bytes > self.budget:
+            raise UserError(
+                asked=f"train within {format_bytes(self.budget)} of GPU memory",
+                found=f"{format_bytes(nothing.device_bytes)} needed when everything is streamed:"
+                f" {format_bytes(self._slots(self.plan))} of slots, the rest activations of"
+                f" {self.plan.num_micro} micro-batches",
+                change="raise gpu_memory, or lower per_device_train_batch_size,"
+                " gradient_accumulation_steps, micro_batch_tokens or max_length",
+            )
+        edges = frozenset({0, self.plan.head})
+        tried = [nothing]
+        for count in range(self.plan.num_layers + 1):
+            resident = edges | frozenset(range(1, count + 1))
+            if self._placement(resident, frozenset()).device_bytes > self.budget:
+                break
+            tried.append(self._with_saved(resident))
+        return min(tried, key=self.estimated_seconds)
+
+    def _with_saved(self, resident: frozenset[int]) -> Placement:
+        """As many of the last layers saved as fit."""
+        best = self._placement(resident, frozenset())
+        saved: frozenset[int] = frozenset()
+        for layer in range(self.plan.num_layers, max(self.plan.lowest_trainable, 1) - 1, -1):
+            saved |= {layer}
+            placement = self._placement(resident, saved)
+            if placement.device_bytes > self.budget:
+                break
+            best = placement
+        return best
+
+    def _placement(self, resident: frozenset[int], saved: frozenset[int]) -> Placement:
+        plan = replace(self.plan, resident=resident, saved=saved)
+        state = sum(
+            layout.nbytes(purpose, self.gradient_dtype)
+            for block in resident
+            for layout in [self.layouts[block]]
+            for purpose in (*STATE, Purpose.GRADIENT)
+        )
+        cost, layers = self.footprint, range(1, plan.num_layers + 1)
+        kept = sum(
+            cost.saved_bytes[layer - 1] if layer in saved else cost.input_bytes
+            for layer in layers
+            if layer >= plan.lowest_trainable
+        )
+        moving = 2 * cost.input_bytes  # the last output and its gradient
+        activations = plan.num_micro * (kept + moving) + cost.workspace_bytes
+        return Placement(
+            resident=resident, saved=saved, device_bytes=self._slots(plan) + state + activations
+        )
+
+    def _slots(self, plan: StepPlan) -> int:
+        return slot_sizes(self.layouts, plan, self.gradient_dtype).device
+
+    def estimated_seconds(self, placement: Placement) -> float:
+        """A step's time: computation, and what of the host's updates it cannot hide.
+
+        With clipping they run beside the next forward, without beside backward.  A block of the
+        host costs a little more than one of the device, so that ties go to the fuller placement.
+        """
+        cost, micros = self.footprint, self.plan.num_micro
+        trained = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
+        forward = micros * cost.forward_s * self.plan.num_layers
+        backward = micros * sum(
+            cost.saved_backward_s if layer in placement.saved else cost.backward_s
+            for layer in trained
+        )
+        updated = [
+            sum(segment.numel for segment in layout.segments if segment.trainable)
+            for block, layout in enumerate(self.layouts)
+            if block not in placement.resident
+        ]
+        host = sum(updated) / cost.update_params_per_s
+        last = (updated[0] if updated else 0) / cost.update_params_per_s  # nothing hides it
+        loss = micros * cost.loss_s
+        if self.plan.clip:
+            return max(forward, host) + last + loss + backward
+        return forward + loss + max(backward, host) + last
