@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -15,8 +16,8 @@ from megatrain.config import read_config
 from megatrain.data import DataOptions
 from megatrain.data.files import find_files
 from megatrain.errors import UserError
-from megatrain.preflight import check_model, check_run
-from megatrain.units import format_bytes
+from megatrain.preflight import check_model, check_run, claim_file
+from megatrain.units import format_bytes, parse_bytes
 
 app = typer.Typer(
     add_completion=False,
@@ -104,6 +105,65 @@ def evaluate(
         cache_dir=cache_dir,
     )
     typer.echo(describe(result))
+
+
+@app.command()
+def bench(
+    model: Annotated[str, typer.Argument(help="Directory with a config.json; no weights needed.")],
+    rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 32,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
+    micro_rows: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 10,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
+    max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="GPU memory to use, such as 24GiB; default: what is free.")
+    ] = None,
+    host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
+    place: Annotated[
+        Literal["auto", "host", "device"],
+        typer.Option(help="host: stream everything; device: all state on the GPU."),
+    ] = "auto",
+    compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")
+    ] = "auto",
+    trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,
+    output: Annotated[str | None, typer.Option(help="Append the figures as a JSON line.")] = None,
+) -> None:
+    """Measure training steps of a model's shape, on random weights and tokens."""
+    check_model(model)
+    for key, path in (("trace", trace), ("output", output)):
+        if path is not None and not Path(path).exists():
+            claim_file(key, Path(path))
+    from megatrain.bencher import BenchOptions, append_row, run_bench, table
+
+    options = BenchOptions(
+        model=model,
+        rows=rows,
+        length=length,
+        micro_rows=micro_rows,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        max_grad_norm=max_grad_norm,
+        gpu_memory=_size("gpu_memory", gpu_memory),
+        host_memory=_size("host_memory", host_memory),
+        place=place,
+        device=device,
+        compile=compiled,
+        trace=None if trace is None else Path(trace),
+    )
+    row = run_bench(options, typer.echo) | {"megatrain": __version__}
+    typer.echo(table(row))
+    if output is not None:
+        append_row(Path(output), row)
+
+
+def _size(name: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
 
 
 @app.command()

@@ -15,6 +15,7 @@ from megatrain.config import TrainConfig
 from megatrain.data import (
     ChosenRows,
     DataOptions,
+    DatasetStats,
     Row,
     StepSampler,
     TokenizedRows,
@@ -31,11 +32,8 @@ from megatrain.engine import (
     EngineOptions,
     Loss,
     StepResult,
-    check_options,
     choose_device,
     cross_entropy,
-    free_device_bytes,
-    step_plan,
 )
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.options import AdamWOptions
@@ -49,10 +47,10 @@ from megatrain.models.selection import Selection
 from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog, write_trace
 from megatrain.optim import learning_rate_schedule
-from megatrain.planner import check_fits, memory_need
+from megatrain.placing import RunPlan, check_options_and_memory, plan_run
 from megatrain.preflight import check_run, claim_file, claim_output, find_gguf
 from megatrain.schedule import Span, occupancy
-from megatrain.units import format_bytes, parse_bytes
+from megatrain.units import parse_bytes
 
 WARM_UP_STEPS = 2
 """Steps before those that are traced: caches are cold in them."""
@@ -108,12 +106,22 @@ class Trainer:
         if config.model_init == "pretrained":
             self.files.fetch_weights()
         self.options = self._engine_options()
-        self._check_memory()
+        self.gpu_memory, self.host_memory = (
+            None if size is None else parse_bytes(size)
+            for size in (config.gpu_memory, config.host_memory)
+        )
+        check_options_and_memory(
+            self.model,
+            self.options,
+            device=self.device,
+            gpu_memory=self.gpu_memory,
+            host_memory=self.host_memory,
+        )
         self._schedule(total_steps=config.max_steps if config.max_steps > 0 else 1)  # its name
-        self.train_rows, self.eval_rows, self.stats = self._load_data()
+        self.train_rows, self.eval_rows, self.stats, self.longest = self._load_data()
         # Quarters of the longest row: at most four lengths to compile for.
         self.options = replace(
-            self.options, length_multiple=math.ceil(self.stats.longest / LENGTH_BUCKETS)
+            self.options, length_multiple=math.ceil(self.longest / LENGTH_BUCKETS)
         )
         self.sampler = StepSampler(
             len(self.train_rows),
@@ -163,7 +171,8 @@ class Trainer:
             multiple_of=config.pad_vocab_to_multiple_of,
         )
 
-    def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], Any]:
+    def _load_data(self) -> tuple[Sequence[Row], Sequence[Row], DatasetStats, int]:
+        """Rows to train on and rows held out, counts of the former's files, the longest row."""
         config = self.config
         options = DataOptions(
             max_length=config.max_length,
@@ -177,12 +186,14 @@ class Trainer:
         rows: TokenizedRows = load_rows(config.train_files, self.tokenizer, options)
         held_out: Sequence[Row] = []
         training: Sequence[Row] = rows
+        longest = rows.stats.longest
         if config.eval_files:
-            held_out = load_rows(config.eval_files, self.tokenizer, options)
+            held_out = of_files = load_rows(config.eval_files, self.tokenizer, options)
+            longest = max(longest, of_files.stats.longest)
         elif config.eval_split:
             keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
             training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
-        return training, held_out, rows.stats
+        return training, held_out, rows.stats, longest
 
     def _schedule(self, *, total_steps: int) -> Callable[[int], float]:
         config = self.config
@@ -195,15 +206,17 @@ class Trainer:
             kwargs=config.lr_scheduler_kwargs,
         )
 
-    def _check_memory(self) -> None:
-        config = self.config
-        self.need = memory_need(
-            [block.layout for block in self.model.blocks],
-            step_plan(self.model, self.options),
-            gradient_dtype=check_options(self.model, self.options),
+    def _plan(self) -> RunPlan:
+        return plan_run(
+            self.model,
+            self.options,
+            device=self.device,
+            loss=self.loss,
+            num_rows=self.sampler.rows_per_step,
+            longest=self.longest,
+            gpu_memory=self.gpu_memory,
+            host_memory=self.host_memory,
         )
-        budget = None if config.host_memory is None else parse_bytes(config.host_memory)
-        check_fits(self.need, budget=budget, device_free=free_device_bytes(self.device))
 
     def train(self) -> EvalResult | None:
         """Run all steps, evaluate, write the model.
@@ -217,12 +230,20 @@ class Trainer:
             torch.use_deterministic_algorithms(True)
         log = RunLog(output)
         with Console(self.total_steps, quiet=self.quiet) as console:
-            console.note(self._summary())
+            plan = self._plan()
+            console.note(self._summary(plan))
             if self.blocks.grown:
                 console.note(self.blocks.grown)
             self._note_long_rows(console)
-            store = self._load_weights(console)
-            engine = Engine(self.model, store, self.options, device=self.device, loss=self.loss)
+            store = self._load_weights(console, plan.resident)
+            engine = Engine(
+                self.model,
+                store,
+                plan.options,
+                device=self.device,
+                loss=self.loss,
+                programs=plan.programs,
+            )
             result = self._evaluate(engine, log, console, step=0)
             self._loop(engine, log, console)
             result = self._evaluate(engine, log, console, step=self.total_steps)
@@ -241,27 +262,23 @@ class Trainer:
             store.close()
         return result
 
-    def _summary(self) -> str:
-        stats = self.stats
+    def _summary(self, plan: RunPlan) -> str:
         return (
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
-            f" {self.compute_dtype} on {self.device.type}; host memory"
-            f" {format_bytes(self.need.host_total)} ({self.need.table()})\n"
+            f" {self.compute_dtype} on {self.device.type}; {plan.in_words()}\n"
             f"{len(self.train_rows)} rows to train on, {len(self.eval_rows)} held out; files:"
-            f" {stats.rows} rows, {stats.tokens:,} tokens, {stats.supervised_tokens:,} supervised,"
-            f" {stats.truncated} rows cut at max_length, {stats.skipped} records skipped;"
-            f" {self.total_steps} steps"
+            f" {self.stats.in_words()}; {self.total_steps} steps"
         )
 
     def _note_long_rows(self, console: Console) -> None:
-        longest, positions = self.stats.longest, self.model.max_positions
+        longest, positions = self.longest, self.model.max_positions
         if positions is not None and longest > positions:
             console.note(
                 f"rows of up to {longest} tokens, and a model whose config speaks of {positions}"
                 " (max_position_embeddings)"
             )
 
-    def _load_weights(self, console: Console) -> BlockStore:
+    def _load_weights(self, console: Console, resident: frozenset[int]) -> BlockStore:
         config, model = self.config, self.model
         report = LoadReport()
         if config.model_init == "random":
@@ -269,7 +286,7 @@ class Trainer:
         else:
             source = self.blocks.weights(report, seed=config.seed)
         layouts = [block.layout for block in model.blocks]
-        store = BlockStore.filled(layouts, source, device=self.device)
+        store = BlockStore.filled(layouts, source, device=self.device, resident=resident)
         if report.missing:
             console.note(f"not in the checkpoint, initialised: {', '.join(report.missing)}")
         if report.unexpected:
@@ -292,6 +309,7 @@ class Trainer:
             micro_batch_rows=config.per_device_train_batch_size,
             micro_batch_tokens=config.micro_batch_tokens,
             gradient_dtype=config.gradient_dtype,
+            always_with_graph=config.full_determinism,
             seed=config.seed,
             allow_nonfinite_blocks=config.allow_nonfinite_blocks,
             compile_backend="inductor" if compiles else None,

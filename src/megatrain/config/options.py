@@ -45,6 +45,7 @@ OWN_KEYS = frozenset(
         "max_shard_size",
         "device",
         "host_memory",
+        "gpu_memory",
         "trace",
         "trace_steps",
     }
@@ -202,6 +203,11 @@ class TrainConfig(BaseModel):
     host_memory: str | None = Field(
         None, description="Host memory that the run may use, such as 100GiB; default: what is free."
     )
+    gpu_memory: str | None = Field(
+        None,
+        description="GPU memory that the run may use, such as 24GiB; default: what is free. What is"
+        " to spare holds state and activations that then need not be moved or computed again.",
+    )
     trace: str | None = Field(
         None,
         description="Write a trace of trace_steps steps to this file, which"
@@ -219,7 +225,7 @@ class TrainConfig(BaseModel):
         False, description="Deterministic kernels on the GPU: the same bits in every run."
     )
 
-    @field_validator("max_shard_size", "host_memory")
+    @field_validator("max_shard_size", "host_memory", "gpu_memory")
     @classmethod
     def _is_a_size(cls, value: str | None) -> str | None:
         if value is not None and parse_bytes(value) == 0:
@@ -281,6 +287,8 @@ class TrainConfig(BaseModel):
             raise ValueError("eval_files and eval_split exclude each other")
         if self.eval_steps is not None and not (self.eval_files or self.eval_split):
             raise ValueError("eval_steps needs eval_files or eval_split")
+        if self.gpu_memory is not None and self.device == "cpu":
+            raise ValueError("gpu_memory needs a GPU, and device is cpu")
         if self.trace_steps is not None and self.trace is None:
             raise ValueError("trace_steps needs trace")
         if self.allow_nonfinite_blocks and self.max_grad_norm > 0:

@@ -43,6 +43,13 @@ class DatasetStats:
     empty: int
     """Those of the skipped that have fewer than two tokens, so that none has a predecessor."""
 
+    def in_words(self) -> str:
+        """One line for a person."""
+        return (
+            f"{self.rows} rows, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised,"
+            f" {self.truncated} rows cut at max_length, {self.skipped} records skipped"
+        )
+
 
 class TokenizedRows(Sequence[Row]):
     """Rows in three flat arrays.

@@ -4,6 +4,9 @@ import torch
 
 from megatrain.errors import UserError
 
+DEVICE_RESERVE = 1 * 2**30
+"""Bytes of the GPU beside tensors: CUDA's context, and the libraries' kernels and workspaces."""
+
 
 def choose_device(name: str) -> torch.device:
     """The compute device of `auto`, `cpu` or `cuda`.
@@ -23,6 +26,12 @@ def choose_device(name: str) -> torch.device:
         )
     use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+
+
+def limit_device_memory(device: torch.device, nbytes: int) -> None:
+    """Refuse tensors beyond so many bytes, so that a budget holds."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
 def free_device_bytes(device: torch.device) -> int | None:

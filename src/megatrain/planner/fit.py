@@ -44,18 +44,25 @@ def memory_need(
     *,
     gradient_dtype: str,
 ) -> MemoryNeed:
-    """Count a run in which every block's state is on the host, to the byte.
+    """Count what a run has on the host, and its slots on the device, to the byte.
 
     Args:
         layouts: embed, layers, head and, behind them, unused parameters if there are any.
-        plan: with clipping every gradient waits on the host, without only a small ring does.
+        plan: with clipping every gradient waits on the host, without only a small ring does; what
+            is resident is not on the host.
+        gradient_dtype: dtype of a rounded gradient.
     """
+    on_host = [layout for block, layout in enumerate(layouts) if block not in plan.resident]
     host = {
-        purpose.value: sum(HostSlab.rounded(layout.nbytes(purpose)) for layout in layouts)
+        purpose.value: sum(HostSlab.rounded(layout.nbytes(purpose)) for layout in on_host)
         for purpose in STATE
     }
     sizes = slot_sizes(layouts[: plan.head + 1], plan, gradient_dtype)
-    host["gradient"] = sum(HostSlab.rounded(n) for n in sizes.home_gradients.values())
+    host["gradient"] = sum(
+        HostSlab.rounded(nbytes)
+        for slot, nbytes in sizes.home_gradients.items()
+        if slot not in plan.resident
+    )
     host["process"] = PROCESS_BYTES
     return MemoryNeed(host=host, device_slots=sizes.device)
 
@@ -75,13 +82,19 @@ def available_host_bytes() -> int:
 
 
 def check_fits(
-    need: MemoryNeed, *, budget: int | None, device_free: int | None, to: str = "train"
+    need: MemoryNeed,
+    *,
+    budget: int | None,
+    device_free: int | None,
+    on_device: int = 0,
+    to: str = "train",
 ) -> None:
     """Refuse a run that the host cannot hold, or whose slots the GPU cannot.
 
     Args:
         budget: the user's `host_memory` in bytes; None for what is free.
         device_free: free bytes of the GPU; None on the CPU, where slots take host memory too.
+        on_device: bytes of the host's need that may yet be put on the GPU.
         to: what the memory is for, in words.
 
     Raises:
@@ -94,12 +107,12 @@ def check_fits(
             found=f"{format_bytes(device_free)} free there",
             change="free GPU memory, or choose a model with smaller layers, embedding or head",
         )
-    on_device = device_free is not None
-    total = need.host_total + (0 if on_device else need.device_slots)
+    has_gpu = device_free is not None
+    total = need.host_total + (0 if has_gpu else need.device_slots)
     have = available_host_bytes() if budget is None else budget
-    if total <= have:
+    if total <= have + on_device:
         return
-    slots = "" if on_device else f", slots {format_bytes(need.device_slots)}"
+    slots = "" if has_gpu else f", slots {format_bytes(need.device_slots)}"
     source = "is free" if budget is None else "is allowed by host_memory"
     raise UserError(
         asked=f"{to} with {format_bytes(total)} of host memory ({need.table()}{slots})",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory.store import STATE
+from megatrain.planner.fit import memory_need
 from megatrain.schedule import Footprint, StepPlan, slot_sizes
 from megatrain.units import format_bytes
 
@@ -42,12 +43,14 @@ class PlacementRule:
     """
 
     layouts: Sequence[BlockLayout]
-    """Embed, layers, head."""
+    """Embed, layers, head and, behind them, unused parameters if there are any."""
     plan: StepPlan
     gradient_dtype: str
     footprint: Footprint
     budget: int
     """Bytes on the device that the run may use."""
+    host_budget: int
+    """The same on the host."""
 
     def place(self) -> Placement:
         """The placement with the shortest estimated step.
@@ -56,15 +59,7 @@ class PlacementRule:
             UserError: if not even one layer at a time fits the budget.
         """
         nothing = self._placement(frozenset(), frozenset())
-        if nothing.device_bytes > self.budget:
-            raise UserError(
-                asked=f"train within {format_bytes(self.budget)} of GPU memory",
-                found=f"{format_bytes(nothing.device_bytes)} needed when everything is streamed:"
-                f" {format_bytes(self._slots(self.plan))} of slots, the rest activations of"
-                f" {self.plan.num_micro} micro-batches",
-                change="raise gpu_memory, or lower per_device_train_batch_size,"
-                " gradient_accumulation_steps, micro_batch_tokens or max_length",
-            )
+        self._check(nothing)
         edges = frozenset({0, self.plan.head})
         tried = [nothing]
         for count in range(self.plan.num_layers + 1):
@@ -72,7 +67,31 @@ class PlacementRule:
             if self._placement(resident, frozenset()).device_bytes > self.budget:
                 break
             tried.append(self._with_saved(resident))
-        return min(tried, key=self.estimated_seconds)
+        fit = [placement for placement in tried if self._host_bytes(placement) <= self.host_budget]
+        return min(fit or tried[-1:], key=self.estimated_seconds)
+
+    def _check(self, placement: Placement) -> None:
+        if placement.device_bytes > self.budget:
+            raise UserError(
+                asked=f"train within {format_bytes(self.budget)} of GPU memory",
+                found=f"{format_bytes(placement.device_bytes)} needed with the state of"
+                f" {len(placement.resident)} blocks there: {format_bytes(self._slots(self.plan))}"
+                f" of slots, {format_bytes(self.footprint.workspace_bytes)} of workspace, and"
+                f" activations of {self.plan.num_micro} micro-batches",
+                change="raise gpu_memory, or lower per_device_train_batch_size,"
+                " gradient_accumulation_steps, micro_batch_tokens or max_length",
+            )
+
+    def fixed(self, *, on_device: bool) -> Placement:
+        """Everything streamed, or the state of every block on the device; all layers recomputed.
+
+        Raises:
+            UserError: if it does not fit the budget.
+        """
+        blocks = range(self.plan.head + 1) if on_device else ()
+        placement = self._placement(frozenset(blocks), frozenset())
+        self._check(placement)
+        return placement
 
     def _with_saved(self, resident: frozenset[int]) -> Placement:
         """As many of the last layers saved as fit."""
@@ -106,8 +125,12 @@ class PlacementRule:
             resident=resident, saved=saved, device_bytes=self._slots(plan) + state + activations
         )
 
+    def _host_bytes(self, placement: Placement) -> int:
+        plan = replace(self.plan, resident=placement.resident, saved=placement.saved)
+        return memory_need(self.layouts, plan, gradient_dtype=self.gradient_dtype).host_total
+
     def _slots(self, plan: StepPlan) -> int:
-        return slot_sizes(self.layouts, plan, self.gradient_dtype).device
+        return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
     def estimated_seconds(self, placement: Placement) -> float:
         """A step's time: computation, and what of the host's updates it cannot hide.
@@ -124,7 +147,7 @@ class PlacementRule:
         )
         updated = [
             sum(segment.numel for segment in layout.segments if segment.trainable)
-            for block, layout in enumerate(self.layouts)
+            for block, layout in enumerate(self.layouts[: self.plan.head + 1])
             if block not in placement.resident
         ]
         host = sum(updated) / cost.update_params_per_s

@@ -1,0 +1,216 @@
+"""`megatrain bench`: training steps of a named shape on random weights and tokens, measured.
+
+What is timed is the run itself: the trainer's engine and placement, whole optimizer steps.  Tokens
+are new in every step: a GPU that is limited by its power may run faster on repeated ones.
+"""
+
+import json
+import platform
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from megatrain.data import Row
+from megatrain.engine import Engine, EngineOptions, StepResult, choose_device, cross_entropy
+from megatrain.engine.meter import GpuMeter
+from megatrain.memory import BlockStore
+from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.initialise import init_block_weights
+from megatrain.monitor import write_trace
+from megatrain.placing import RunPlan, check_options_and_memory, plan_run
+from megatrain.schedule import Span, occupancy
+
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What to measure."""
+
+    model: str
+    """Directory with a config.json; weights are not read."""
+    rows: int = 32
+    length: int = 1024
+    """Rows of an optimizer step, and tokens of a row."""
+    micro_rows: int = 16
+    steps: int = 10
+    warmup_steps: int = 3
+    """Steps before those that count."""
+    max_grad_norm: float = 1.0
+    gpu_memory: int | None = None
+    host_memory: int | None = None
+    """Budgets in bytes; None for what is free."""
+    place: str = "auto"
+    """auto; host: everything is streamed and recomputed; device: all state on the device, and
+    everything recomputed."""
+    device: str = "auto"
+    compile: bool = True
+    trace: Path | None = None
+
+
+def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, Any]:
+    """Train some steps and return the figures.
+
+    Args:
+        options: what to measure.
+        say: takes a line for a person.
+
+    Raises:
+        UserError: if the model cannot be trained, or does not fit.
+    """
+    device = choose_device(options.device)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    config = read_config(Path(options.model))
+    model = split_model(build_on_meta(config, compute_dtype=dtype), compute_dtype=dtype)
+    engine_options = EngineOptions(
+        micro_batch_rows=options.micro_rows,
+        max_grad_norm=options.max_grad_norm,
+        compile_backend="inductor" if options.compile and device.type == "cuda" else None,
+        length_multiple=options.length,
+    )
+    budgets = {"gpu_memory": options.gpu_memory, "host_memory": options.host_memory}
+    check_options_and_memory(model, engine_options, device=device, **budgets)
+    meter = GpuMeter(device)
+    plan = plan_run(
+        model,
+        engine_options,
+        device=device,
+        loss=cross_entropy,
+        num_rows=options.rows,
+        longest=options.length,
+        place=options.place,
+        **budgets,
+    )
+    say(plan.in_words())
+    store = BlockStore.filled(
+        [block.layout for block in model.blocks],
+        init_block_weights(model, seed=0),
+        device=device,
+        resident=plan.resident,
+    )
+    engine = Engine(
+        model, store, plan.options, device=device, loss=cross_entropy, programs=plan.programs
+    )
+    seconds, results, spans = _steps(engine, options, say, meter)
+    row = _figures(options, model, plan, seconds, results, spans, meter)
+    if options.trace is not None:
+        write_trace(options.trace, spans, [block.name for block in model.blocks])
+    engine.close()
+    store.close()
+    return row
+
+
+def _steps(
+    engine: Engine, options: BenchOptions, say: Callable[[str], None], meter: GpuMeter
+) -> tuple[list[float], list[StepResult], list[Span]]:
+    """Seconds and results of the steps that count, and the spans of one more."""
+    generator = np.random.default_rng(0)
+    vocab_size = engine.model.vocab_size
+    seconds, results = [], []
+    spans: list[Span] = []
+    for step in range(options.warmup_steps + options.steps + 1):
+        rows = [
+            Row(
+                input_ids=generator.integers(0, vocab_size, options.length),
+                weights=np.ones(options.length, dtype=np.float32),
+            )
+            for _ in range(options.rows)
+        ]
+        last = step == options.warmup_steps + options.steps
+        engine.spans = spans if last else None  # its marks cost a little: not among the timed
+        if step == options.warmup_steps:
+            meter.start()
+        began = time.perf_counter()
+        result = engine.step(rows, learning_rate=LEARNING_RATE)
+        elapsed = time.perf_counter() - began
+        for notice in engine.take_notices():
+            say(notice)
+        if not last:
+            say(f"step {step + 1}: loss {result.loss:.4f}, {elapsed:.3f} s")
+        if options.warmup_steps <= step and not last:
+            seconds.append(elapsed)
+            results.append(result)
+        if step == options.warmup_steps + options.steps - 1:
+            meter.stop()
+    return seconds, results, spans
+
+
+def _figures(
+    options: BenchOptions,
+    model: BlockModel,
+    plan: RunPlan,
+    seconds: Sequence[float],
+    results: Sequence[StepResult],
+    spans: Sequence[Span],
+    meter: GpuMeter,
+) -> dict[str, Any]:
+    p20, p50, p80 = (float(np.quantile(seconds, q)) for q in (0.2, 0.5, 0.8))
+    tokens = results[-1].real_tokens
+    flops = 6 * model.num_params * tokens
+    busy = occupancy(spans)
+    whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
+    lanes_s = {lane.value: share * whole for lane, share in busy.items()}
+    placement = plan.placement
+    row: dict[str, Any] = {
+        "what": "bench",
+        "model": Path(options.model).name,
+        "parameters": model.num_params,
+        "rows": options.rows,
+        "length": options.length,
+        "micro_rows": options.micro_rows,
+        "max_grad_norm": options.max_grad_norm,
+        "place": options.place,
+        "gpu_memory": options.gpu_memory,
+        "resident_blocks": 0 if placement is None else len(placement.resident),
+        "saved_layers": 0 if placement is None else len(placement.saved),
+        "seconds_per_step_p20": round(p20, 4),
+        "seconds_per_step_p50": round(p50, 4),
+        "seconds_per_step_p80": round(p80, 4),
+        "tokens_per_second": round(tokens / p50, 1),
+        "tflops_6n": round(flops / p50 / 1e12, 1),
+        "lanes_busy": {lane.value: round(share, 4) for lane, share in busy.items()},
+        "busiest_lane_s": round(max(lanes_s.values()), 4),
+        "compiled_seconds": round(plan.programs.compiler.seconds, 1)
+        if plan.programs.compiler
+        else None,
+        "predicted_device_bytes": None if placement is None else placement.device_bytes,
+        "host_bytes": plan.need.host,
+        "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "first_loss": results[0].loss,
+        "last_loss": results[-1].loss,
+    }
+    row |= meter.figures()
+    if matmul := row.get("matmul_tflops"):
+        row["mfu_6n"] = round(row["tflops_6n"] / matmul, 4)
+    return row | {
+        "machine": meter.name or platform.processor() or platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add one JSON line to a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def table(row: dict[str, Any]) -> str:
+    """The main figures for a person."""
+    text = (
+        f"{row['seconds_per_step_p50']:.3f} s a step (p20 {row['seconds_per_step_p20']:.3f},"
+        f" p80 {row['seconds_per_step_p80']:.3f}); busiest lane {row['busiest_lane_s']:.3f} s\n"
+        f"{row['tokens_per_second']:,.0f} tokens/s, {row['tflops_6n']} TFLOPS at 6N"
+    )
+    if "mfu_6n" in row:
+        text += f", {row['mfu_6n']:.0%} of what a matrix product reaches"
+    text += "\nlanes busy: " + ", ".join(f"{k} {v:.0%}" for k, v in row["lanes_busy"].items())
+    return text

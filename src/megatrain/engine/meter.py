@@ -1,0 +1,105 @@
+"""Figures of the GPU during a run: memory of the process, power, clocks, and its matrix rate."""
+
+import threading
+from typing import Any
+
+import torch
+
+SAMPLE_SECONDS = 0.05
+MATMUL_SIZE = 8192
+MATMUL_REPEATS = 30
+
+
+class GpuMeter:
+    """Samples a GPU between `start` and `stop`; on the CPU it has nothing to say.
+
+    Power and clocks need nvidia-ml-py; without it they are left out.
+
+    Args:
+        device: the compute device; nothing else may run on it, for its memory to be the run's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self.name = torch.cuda.get_device_name(device) if self._cuda else ""
+        self._matmul_tflops = _matmul_tflops(device) if self._cuda else None
+        self._used: list[int] = []
+        self._power_w: list[float] = []
+        self._clock_mhz: list[float] = []
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to sample."""
+        if not self._cuda:
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._retries = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _sample(self) -> None:
+        handle = _nvml_handle(self._device)
+        while not self._stopped.wait(SAMPLE_SECONDS):
+            free, total = torch.cuda.mem_get_info(self._device)
+            self._used.append(total - free)
+            if handle is not None:
+                nvml, gpu = handle
+                self._power_w.append(nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)
+                self._clock_mhz.append(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM))
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, by name with its unit."""
+        if not self._cuda:
+            return {}
+        stats = torch.cuda.memory_stats(self._device)
+        return {
+            "matmul_tflops": self._matmul_tflops,
+            "device_process_bytes": max(self._used, default=None),
+            "device_peak_bytes": torch.cuda.max_memory_allocated(self._device),
+            "device_reserved_bytes": torch.cuda.max_memory_reserved(self._device),
+            "allocation_retries": stats["num_alloc_retries"] - self._retries,
+            "power_w": _mean(self._power_w),
+            "sm_clock_mhz": _mean(self._clock_mhz),
+        }
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(sum(values) / len(values), 1) if values else None
+
+
+def _nvml_handle(device: torch.device) -> Any:
+    """(pynvml, handle), or None if the package or the library is not there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+    except ImportError:
+        return None
+    except pynvml.NVMLError:
+        return None
+
+
+def _matmul_tflops(device: torch.device) -> float:
+    """What a large bf16 product of random matrices reaches."""
+    a, b = (
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in "ab"
+    )
+    for _ in range(3):
+        a @ b
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    start.record()
+    for _ in range(MATMUL_REPEATS):
+        a @ b
+    end.record()
+    end.synchronize()
+    seconds = start.elapsed_time(end) / 1e3 / MATMUL_REPEATS
+    return round(2 * MATMUL_SIZE**3 / seconds / 1e12, 1)

@@ -1,0 +1,120 @@
+"""Before the state is allocated: what fits where, measured and decided; `plan_run` is the door."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatrain.engine import EngineOptions, Loss, check_options, step_plan
+from megatrain.engine.compute import Programs
+from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
+from megatrain.engine.footprint import measure_footprint
+from megatrain.engine.options import largest_shape
+from megatrain.models import BlockModel
+from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, memory_need
+from megatrain.planner.fit import available_host_bytes
+from megatrain.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """How a run is laid out."""
+
+    options: EngineOptions
+    """As asked for, and which layers are saved."""
+    programs: Programs
+    need: MemoryNeed
+    placement: Placement | None
+    """None on the CPU, where everything is in one memory."""
+
+    def in_words(self) -> str:
+        """Where the bytes are."""
+        host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
+        return host if self.placement is None else f"{host}\n{self.placement.in_words()}"
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Blocks whose state lives on the device."""
+        return frozenset() if self.placement is None else self.placement.resident
+
+
+def check_options_and_memory(
+    model: BlockModel,
+    options: EngineOptions,
+    *,
+    device: torch.device,
+    gpu_memory: int | None,
+    host_memory: int | None,
+) -> None:
+    """Refuse at once what can never fit, wherever its parts are put.
+
+    Raises:
+        UserError: for options without sense, or too little memory.
+    """
+    need = _need(model, options, frozenset())
+    free = free_device_bytes(device)
+    on_device = 0 if free is None else min(free, gpu_memory or free)
+    check_fits(need, budget=host_memory, device_free=free, on_device=on_device)
+
+
+def plan_run(
+    model: BlockModel,
+    options: EngineOptions,
+    *,
+    device: torch.device,
+    loss: Loss,
+    num_rows: int,
+    longest: int,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    place: str = "auto",
+) -> RunPlan:
+    """Measure a micro-batch, then place state and activations.
+
+    Args:
+        model: the blocks.
+        options: of the engine.
+        device: where blocks are computed.
+        loss: of the run.
+        num_rows: of a step.
+        longest: tokens of the longest row.
+        gpu_memory: bytes that the process may use on the GPU; None for what is free.
+        host_memory: bytes that it may use on the host; None for what is free.
+        place: auto; host: nothing stays on the GPU; device: all state does.
+
+    Raises:
+        UserError: if the run does not fit.
+    """
+    programs = Programs.of(model, options)
+    free = free_device_bytes(device)
+    if free is None:
+        need = _need(model, options, frozenset())
+        check_fits(need, budget=host_memory, device_free=None)
+        return RunPlan(options=options, programs=programs, need=need, placement=None)
+    budget = min(free, gpu_memory or free) - DEVICE_RESERVE
+    limit_device_memory(device, budget)
+    rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
+    footprint = measure_footprint(
+        model, options, shape=(rows, length), device=device, loss=loss, programs=programs
+    )
+    plan = step_plan(model, options)
+    rule = PlacementRule(
+        layouts=[block.layout for block in model.blocks],
+        plan=replace(plan, num_micro=num_micro),
+        gradient_dtype=check_options(model, options),
+        footprint=footprint,
+        budget=budget,
+        host_budget=available_host_bytes() if host_memory is None else host_memory,
+    )
+    placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
+    options = replace(options, saved=placement.saved)
+    need = _need(model, options, placement.resident)
+    check_fits(need, budget=host_memory, device_free=free)
+    return RunPlan(options=options, programs=programs, need=need, placement=placement)
+
+
+def _need(model: BlockModel, options: EngineOptions, resident: frozenset[int]) -> MemoryNeed:
+    return memory_need(
+        [block.layout for block in model.blocks],
+        step_plan(model, options, resident=resident),
+        gradient_dtype=check_options(model, options),
+    )
