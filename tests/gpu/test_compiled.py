@@ -1,5 +1,6 @@
 """Compiled layers and loss on a real GPU, against plain PyTorch and among themselves."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from tests.numerics.harness import (
     Reference,
     assert_close,
     engine_state,
+    gradients_of,
     make_config,
     make_engine,
     make_rows,
@@ -75,6 +77,9 @@ def test_compiled_blocks_in_bf16_differ_by_rounding_only(name: str) -> None:
         )
         result = engine.step(rows, learning_rate=LEARNING_RATE)
         norms[backend] = (result.loss, result.grad_norm)
+        waiting = gradients_of(engine).values()
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in waiting))
+        assert result.grad_norm == pytest.approx(norm, rel=1e-9)  # of what was rounded
         if engine.compiler is not None:
             assert engine.compiler.notices == []
     assert norms["inductor"] == pytest.approx(norms[None], rel=5e-3)

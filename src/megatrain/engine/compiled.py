@@ -28,16 +28,16 @@ Program = Callable[[list[Tensor]], Any]
 MAX_PROGRAMS = 16
 """Of one function and behaviour; one that needs more has a constant that is new in every call."""
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
-UNTRACEABLE = (RuntimeError, AttributeError, NotImplementedError, TypeError, ValueError)
-"""What a function raises on fake tensors that runs on real ones."""
+UNCOMPILABLE = (RuntimeError, AttributeError, NotImplementedError, TypeError, ValueError)
+"""What a function raises on fake tensors that runs on real ones, and what a backend raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Something to be run."""
 
-    plain: Function
-    shared: Function
+    plain: Any
+    shared: Any
     """The same for everything that behaves alike; traced instead of `plain`."""
 
 
@@ -103,19 +103,12 @@ class Compiler(Runner):
             if self._count[kind] > MAX_PROGRAMS:
                 raise RuntimeError(f"it would need more than {MAX_PROGRAMS} programs")
             program = _compile(partial(function, run.shared), args, tensors, self.backend)
-        except UNTRACEABLE as error:
+        except UNCOMPILABLE as error:
             self._give_up(kind, error)
             return function(run.plain, *args)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler's, of itself and of fp32 products
-                result = program(tensors)  # compiles before it runs anything
-        except torch._dynamo.exc.TorchDynamoException as error:
-            self._give_up(kind, error)
-            return function(run.plain, *args)
-        self._programs[key] = program
         self.seconds += time.perf_counter() - began
-        return result
+        self._programs[key] = program
+        return program(tensors)
 
     def _give_up(self, kind: tuple[Function, Any], error: Exception) -> None:
         self._as_it_is.add(kind)
@@ -175,9 +168,11 @@ def _compile(function: Function, args: Any, tensors: list[Tensor], backend: str)
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     # Tensors that a module holds itself, such as the head's unused rotary buffers, stay its own.
-    with _without_log(FAKE_TENSOR_LOG):
+    with _without_log(FAKE_TENSOR_LOG), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's, of itself and of fp32 products
         graph = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)(*tensors)
-    compiled = torch.compile(graph, backend=backend, dynamic=False, fullgraph=True)
+        # Straight to the backend: torch.compile would guard what the key holds already, each time.
+        compiled = torch._dynamo.lookup_backend(backend)(graph, tensors)
 
     def program(inputs: list[Tensor]) -> Any:
         # Leaves ask for a graph; a program that runs backward itself is no part of one.

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.buffers import StepBuffers
+from megatrain.engine.compiled import Run
 from megatrain.engine.compute import BlockCompute
 from megatrain.engine.options import AdamWOptions
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
-from megatrain.layout import Purpose
+from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import BlockStore, segment_views
-from megatrain.memory.store import param_views
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
 from megatrain.schedule import Op, OpKind, Space
 
@@ -80,13 +80,11 @@ class Worker:
         rounded = segment_views(layout, Purpose.GRADIENT, target, self.gradient_dtype)
         for index, flat in segment_views(layout, Purpose.ACCUMULATOR, sums).items():
             rounded[index].copy_(flat)
-        # Squares of the rounded gradient, one sum per parameter, in fp64: the order is fixed.
-        views = param_views(layout, rounded)
-        norms = [
-            torch.linalg.vector_norm(views[param.name], dtype=torch.float64)
-            for param in layout.trainable_params
-        ]
-        state.squares[op.block] = torch.stack(norms).square()
+        places = gradient_places(layout)
+        # A program of its own: fused with the rounding it would take what is not rounded yet.
+        state.squares[op.block] = self.compute.programs.runner(
+            sums_of_squares, Run(plain=places, shared=places), rounded
+        )
 
     def _offload(self, state: StepState, op: Op) -> None:
         state.home_squares[op.block] = _to_host(state.squares[op.block])
@@ -151,6 +149,29 @@ class Worker:
                 Space.STAGING: self.buffers.staging,
             }[slot.space]
             pool[slot.index].fill_(0xFF)
+
+
+Places = tuple[tuple[int, int, int], ...]
+"""(segment, offset, elements) of each trained parameter, in the fixed order of the norm."""
+
+
+def gradient_places(layout: BlockLayout) -> Places:
+    """Where a block's gradients are in their segments."""
+    return tuple(
+        (index, param.offset, param.numel)
+        for index, segment in enumerate(layout.segments)
+        if segment.trainable
+        for param in segment.params
+    )
+
+
+def sums_of_squares(places: Places, rounded: dict[int, Tensor]) -> Tensor:
+    """fp64 sums of squares, one a parameter, of a block's gradient by segment."""
+    norms = [
+        torch.linalg.vector_norm(rounded[index][start : start + numel], dtype=torch.float64)
+        for index, start, numel in places
+    ]
+    return torch.stack(norms).square()
 
 
 def _to_host(tensor: Tensor) -> Tensor:
