@@ -14,6 +14,9 @@ from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, 
 from megatrain.planner.fit import available_host_bytes
 from megatrain.units import format_bytes
 
+FRAGMENTED = 0.03
+"""Share of the GPU's memory that is not planned for: it is lost between tensors."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
@@ -90,8 +93,8 @@ def plan_run(
         need = _need(model, options, frozenset())
         check_fits(need, budget=host_memory, device_free=None)
         return RunPlan(options=options, programs=programs, need=need, placement=None)
-    budget = min(free, gpu_memory or free) - DEVICE_RESERVE
-    limit_device_memory(device, budget)
+    limit = min(free, gpu_memory or free) - DEVICE_RESERVE
+    limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
     footprint = measure_footprint(
         model, options, shape=(rows, length), device=device, loss=loss, programs=programs
@@ -102,7 +105,7 @@ def plan_run(
         plan=replace(plan, num_micro=num_micro),
         gradient_dtype=check_options(model, options),
         footprint=footprint,
-        budget=budget,
+        budget=int(limit * (1 - FRAGMENTED)),
         host_budget=available_host_bytes() if host_memory is None else host_memory,
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")

@@ -29,9 +29,21 @@ def choose_device(name: str) -> torch.device:
 
 
 def limit_device_memory(device: torch.device, nbytes: int) -> None:
-    """Refuse tensors beyond so many bytes, so that a budget holds."""
+    """Refuse tensors beyond so many bytes, so that a budget holds.
+
+    Call it before anything is allocated there: segments of memory then grow where they are, so
+    that little of the budget is lost between them.
+    """
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give back what torch keeps of freed tensors, which another stream could not use."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
 from megatrain.engine.compute import BlockCompute, Programs
+from megatrain.engine.device import release_cached_memory
 from megatrain.engine.loss import Loss
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch
 from megatrain.engine.options import EngineOptions, step_plan
@@ -132,6 +133,8 @@ def measure_footprint(
     with attention_choice(device):
         _one_pass(compute, batch)
         found = _one_pass(compute, batch)
+    del compute
+    release_cached_memory(device)
     rate = _update_rate(host_updater(options.host_threads))
     return replace(found, update_params_per_s=rate)
 
