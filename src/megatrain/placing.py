@@ -14,7 +14,7 @@ from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, 
 from megatrain.planner.fit import available_host_bytes
 from megatrain.units import format_bytes
 
-FRAGMENTED = 0.03
+FRAGMENTED = 0.01
 """Share of the GPU's memory that is not planned for: it is lost between tensors."""
 
 

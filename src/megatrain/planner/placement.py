@@ -133,26 +133,42 @@ class PlacementRule:
         return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
     def estimated_seconds(self, placement: Placement) -> float:
-        """A step's time: computation, and what of the host's updates it cannot hide.
-
-        With clipping they run beside the next forward, without beside backward.  A block of the
-        host costs a little more than one of the device, so that ties go to the fuller placement.
-        """
-        cost, micros = self.footprint, self.plan.num_micro
-        trained = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
-        forward = micros * cost.forward_s * self.plan.num_layers
-        backward = micros * sum(
-            cost.saved_backward_s if layer in placement.saved else cost.backward_s
-            for layer in trained
-        )
-        updated = [
+        """A step's time: computation, and what of the host's updates it cannot hide."""
+        cost, plan = self.footprint, self.plan
+        forward, backward = [0.0] * (plan.head + 1), [0.0] * (plan.head + 1)
+        for layer in range(1, plan.num_layers + 1):
+            saved = layer in placement.saved
+            forward[layer] = plan.num_micro * cost.forward_s
+            if layer >= plan.lowest_trainable:
+                backward[layer] = plan.num_micro * (
+                    cost.saved_backward_s if saved else cost.backward_s
+                )
+        updates = [
             sum(segment.numel for segment in layout.segments if segment.trainable)
-            for block, layout in enumerate(self.layouts[: self.plan.head + 1])
-            if block not in placement.resident
+            / cost.update_params_per_s
+            for layout in self.layouts[: plan.head + 1]
         ]
-        host = sum(updated) / cost.update_params_per_s
-        last = (updated[0] if updated else 0) / cost.update_params_per_s  # nothing hides it
-        loss = micros * cost.loss_s
-        if self.plan.clip:
-            return max(forward, host) + last + loss + backward
-        return forward + loss + max(backward, host) + last
+        for block in placement.resident:
+            updates[block] = 0.0
+        loss = plan.num_micro * cost.loss_s
+        if plan.clip:
+            return _behind(forward, updates) + loss + sum(backward)
+        return sum(forward) + loss + _ahead(backward[::-1], updates[::-1])
+
+
+def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:
+    """Seconds until all blocks are computed, each after its update."""
+    updated = computed = 0.0
+    for own, update in zip(computing, updates, strict=True):
+        updated += update
+        computed = max(computed, updated if update else 0.0) + own
+    return computed
+
+
+def _ahead(computing: Sequence[float], updates: Sequence[float]) -> float:
+    """Seconds until all blocks are computed and updated, each update after its computation."""
+    updated = computed = 0.0
+    for own, update in zip(computing, updates, strict=True):
+        computed += own
+        updated = max(updated, computed) + update if update else updated
+    return max(computed, updated)
