@@ -56,6 +56,7 @@ WARM_UP_STEPS = 2
 """Steps before those that are traced: caches are cold in them."""
 LENGTH_BUCKETS = 4
 """Lengths to which rows are padded when layers are compiled, each for its length."""
+COMPILE_BACKEND = "inductor"
 TRACE_STEPS = 2
 """Steps in a trace, unless the config says."""
 MAX_SKIPPED_STEPS = 20
@@ -232,9 +233,6 @@ class Trainer:
         with Console(self.total_steps, quiet=self.quiet) as console:
             plan = self._plan()
             console.note(self._summary(plan))
-            if self.blocks.grown:
-                console.note(self.blocks.grown)
-            self._note_long_rows(console)
             store = self._load_weights(console, plan.resident)
             engine = Engine(
                 self.model,
@@ -263,20 +261,20 @@ class Trainer:
         return result
 
     def _summary(self, plan: RunPlan) -> str:
-        return (
+        lines = [
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
-            f" {self.compute_dtype} on {self.device.type}; {plan.in_words()}\n"
+            f" {self.compute_dtype} on {self.device.type}; {plan.in_words()}",
             f"{len(self.train_rows)} rows to train on, {len(self.eval_rows)} held out; files:"
-            f" {self.stats.in_words()}; {self.total_steps} steps"
-        )
-
-    def _note_long_rows(self, console: Console) -> None:
-        longest, positions = self.longest, self.model.max_positions
-        if positions is not None and longest > positions:
-            console.note(
-                f"rows of up to {longest} tokens, and a model whose config speaks of {positions}"
-                " (max_position_embeddings)"
+            f" {self.stats.in_words()}; {self.total_steps} steps",
+            self.blocks.grown,
+        ]
+        positions = self.model.max_positions
+        if positions is not None and self.longest > positions:
+            lines.append(
+                f"rows of up to {self.longest} tokens, and a model whose config speaks of"
+                f" {positions} (max_position_embeddings)"
             )
+        return "\n".join(filter(None, lines))
 
     def _load_weights(self, console: Console, resident: frozenset[int]) -> BlockStore:
         config, model = self.config, self.model
@@ -312,7 +310,7 @@ class Trainer:
             always_with_graph=config.full_determinism,
             seed=config.seed,
             allow_nonfinite_blocks=config.allow_nonfinite_blocks,
-            compile_backend="inductor" if compiles else None,
+            compile_backend=COMPILE_BACKEND if compiles else None,
             host_threads=None if self.device.type == "cuda" else os.cpu_count(),
         )
 

@@ -111,6 +111,38 @@ def test_rows_longer_than_a_rotary_model_was_made_for_are_noted(workspace: Path)
     assert "a model whose config speaks of 16 (max_position" in run("train", "c.yaml").stdout
 
 
+def test_a_compiled_run_says_so_and_learns_the_same(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.trainer.COMPILE_BACKEND", "aot_eager")
+    losses = {}
+    for compiled in ("true", "false"):
+        Path("c.yaml").write_text(yaml.safe_dump(GOOD | {"max_steps": 2, "max_length": 32}))
+        output = run("train", "c.yaml", f"torch_compile={compiled}", f"output_dir=out-{compiled}")
+        assert ("compiled" in output.stdout) == (compiled == "true")
+        log = Path(f"out-{compiled}", "log.jsonl").read_text().splitlines()
+        losses[compiled] = [json.loads(line)["loss"] for line in log if "grad_norm" in line]
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-5)
+
+
+def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
+    arguments = ["models/shape", "--rows", "2", "--length", "16", "--micro-rows", "1"]
+    arguments += ["--steps", "2", "--warmup-steps", "1", "--trace", "t.json", "--output", "o.jsonl"]
+    output = run("bench", *arguments).stdout
+    assert re.search(r"s a step \(p20 .*\n.*tokens/s.*\nlanes busy: h2d", output)
+    (row,) = map(json.loads, Path("o.jsonl").read_text().splitlines())
+    assert row["tokens_per_second"] == pytest.approx(32 / row["seconds_per_step_p50"], rel=1e-2)
+    assert row["busiest_lane_s"] > 0 and row["host_bytes"]["weight"] > 0
+    assert json.loads(Path("t.json").read_text())["traceEvents"]
+    for wrong, message in [
+        (["--gpu-memory", "much"], "gpu_memory: 'much' is not a size"),
+        (["--output", "/proc/o.jsonl"], "no way to write there"),
+        (["--host-memory", "1MiB"], "allowed by host_memory"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            run("bench", *arguments, *wrong)
+
+
 def test_the_demo_config_is_valid() -> None:
     config, notices = read_config(ROOT / "examples" / "demo.yaml")
     assert config.eval_split == 6
@@ -133,7 +165,7 @@ GOOD: dict[str, Any] = {
         ({"model_name_or_path": "data"}, r"no config\.json there"),
         ({"model_name_or_path": "data/train.jsonl"}, "a file, not a directory"),
         ({"train_files": ["data/none.jsonl"]}, "no such file"),
-        ({"device": "cuda"}, "no CUDA device"),
+        ({"device": "cuda"}, "no CUDA device|without CUDA"),
         ({"host_memory": "1MiB"}, "allowed by host_memory"),
         ({"frozen": ["nothing.*"]}, "no parameter of that name"),
         ({"frozen": ["*"]}, "no parameter left to train"),

@@ -1,15 +1,18 @@
 """Compiled layers and loss on a real GPU, against plain PyTorch and among themselves."""
 
 import math
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megatrain.engine import EngineOptions
-from megatrain.engine.lanes import InlineLanes
+from megatrain.engine.lanes import Handler, InlineLanes, ThreadLanes
 from megatrain.layout import Purpose
+from megatrain.schedule import Lane, Op, Span
 from tests.numerics.harness import (
     ADAMW,
     Reference,
@@ -98,3 +101,43 @@ def test_lanes_slots_and_placement_change_no_bit_of_compiled_runs(max_grad_norm:
         assert same_bits(final_state("llama_tied", options, "bfloat16"), expected)
     resident = frozenset({0, 2, 4})
     assert same_bits(final_state("llama_tied", base, "bfloat16", resident=resident), expected)
+
+
+class LateLanes(ThreadLanes):
+    """Each operation starts late and ends late on its stream, or on its thread."""
+
+    def run(
+        self,
+        ops: Sequence[Op],
+        waits: Sequence[Sequence[int]],
+        handle: Handler,
+        spans: list[Span] | None = None,
+    ) -> None:
+        generator = random.Random(len(ops))
+        delays = {id(op): (generator.randrange(2**21), generator.randrange(2**21)) for op in ops}
+
+        def late(op: Op) -> None:
+            before, after = delays[id(op)]
+            _pause(op, before)
+            handle(op)
+            _pause(op, after)
+
+        super().run(ops, waits, late, spans)
+
+
+def _pause(op: Op, cycles: int) -> None:
+    if op.lane is Lane.HOST:
+        time.sleep(cycles / 2e9)
+    else:
+        torch.cuda._sleep(cycles)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["off", "active"])
+def test_delays_on_streams_change_no_bit(max_grad_norm: float) -> None:
+    options = replace(
+        OPTIONS, max_grad_norm=max_grad_norm, saved=frozenset({3}), always_with_graph=True
+    )
+    expected = final_state("llama", replace(options, saved=frozenset()), "bfloat16")
+    assert same_bits(final_state("llama", options, "bfloat16"), expected)
+    lanes = LateLanes(torch.device("cuda"))
+    assert same_bits(final_state("llama", options, "bfloat16", lanes=lanes), expected)

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from megatrain.engine import Engine, EngineOptions
 from megatrain.engine.engine import EngineUnusableError
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
+from megatrain.memory.slab import huge_page_notice
 from megatrain.models import build_on_meta, split_model
+from megatrain.optim.host import threading_notice
 
 from .harness import (
     ADAMW,
@@ -174,3 +177,20 @@ def test_what_the_model_keeps_fixed_is_not_trained() -> None:
     model.model.norm.weight.requires_grad_(False)
     head = split_model(model, compute_dtype="float32").head
     assert {segment.trainable for segment in head.layout.segments} == {True, False}
+
+
+def test_what_slows_this_machine_down_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    assert "huge pages are off" in str(huge_page_notice(setting))
+    setting.write_text("always [madvise] never\n")
+    assert huge_page_notice(setting) is None
+    assert huge_page_notice(tmp_path / "none") is None
+    engine = engine_of()
+    engine.step(ROWS[0], learning_rate=1e-2)
+    engine.take_notices()
+    monkeypatch.setattr("numba.threading_layer", lambda: "workqueue")
+    assert engine.take_notices() == [threading_notice()]
+    assert engine.take_notices() == []

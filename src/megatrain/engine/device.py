@@ -1,5 +1,7 @@
 """The compute device of a run."""
 
+import warnings
+
 import torch
 
 from megatrain.errors import UserError
@@ -18,13 +20,22 @@ def choose_device(name: str) -> torch.device:
         raise UserError(
             asked=f"device: {name}", found="no such device", change="use auto, cpu or cuda"
         )
-    if name == "cuda" and not torch.cuda.is_available():
+    with warnings.catch_warnings(record=True) as told:  # such as of a driver that is too old
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if name == "cuda" and not usable:
+        built = torch.version.cuda is not None
+        reason = f": {' '.join(str(told[0].message).split())}" if told else ""
         raise UserError(
             asked="device: cuda",
-            found="no CUDA device that torch can use",
-            change="use device: cpu",
+            found=f"no CUDA device that torch can use{reason}"
+            if built
+            else f"torch {torch.__version__}, which is built without CUDA",
+            change="use device: cpu"
+            if built
+            else "install a CUDA build of torch (https://pytorch.org), or use device: cpu",
         )
-    use_cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    use_cuda = usable and name != "cpu"
     return torch.device("cuda", 0) if use_cuda else torch.device("cpu")
 
 

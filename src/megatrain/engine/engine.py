@@ -32,8 +32,10 @@ from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
+from megatrain.memory.slab import huge_page_notice
 from megatrain.models import BlockKind, BlockModel
 from megatrain.optim import device_update, host_updater, reference_update
+from megatrain.optim.host import threading_notice
 from megatrain.schedule import (
     Lane,
     Op,
@@ -118,6 +120,7 @@ class Engine:
         self.skipped_steps = 0
         self.spans: list[Span] | None = None
         """Set to a list to have it filled with when each operation ran."""
+        self._said: set[str] = set()
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
         on_threads = device.type == "cuda" if options.threads is None else options.threads
@@ -260,8 +263,11 @@ class Engine:
         )
 
     def take_notices(self) -> list[str]:
-        """What a user should hear of compilation, each once."""
-        return [] if self.compiler is None else self.compiler.take_notices()
+        """What a user should hear of compilation and of this machine, each once."""
+        of_machine = {text for text in (threading_notice(), huge_page_notice()) if text}
+        new = sorted(of_machine - self._said)
+        self._said |= of_machine
+        return new + ([] if self.compiler is None else self.compiler.take_notices())
 
     def close(self) -> None:
         """Apply waiting updates and give back page-locked memory; the engine is unusable then.

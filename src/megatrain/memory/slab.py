@@ -6,6 +6,7 @@ powers of two, no second copy, one registration.  Price: the registration touche
 
 import mmap
 import weakref
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,19 @@ from torch import Tensor
 from megatrain.errors import UserError
 
 ALIGN_BYTES = 4096
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_page_notice(setting: Path = HUGE_PAGES) -> str | None:
+    """What a user should hear of huge pages; None if they are to be had."""
+    if not setting.is_file() or "[never]" not in setting.read_text():
+        return None
+    return (
+        "transparent huge pages are off: page-locking takes longer and updates are slower; turn"
+        f" them on with: echo madvise | sudo tee {setting}"
+    )
 
 
 class HostSlab:

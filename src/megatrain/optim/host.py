@@ -117,6 +117,20 @@ def default_threads() -> int:
     return max(len(os.sched_getaffinity(0)) - 2, 1)
 
 
+def threading_notice() -> str | None:
+    """What a user should hear of numba's threads, once a sweep has run; None if all is well."""
+    try:
+        layer = numba.threading_layer()
+    except ValueError:  # no sweep so far
+        return None
+    if layer != "workqueue":
+        return None
+    return (
+        "numba found neither OpenMP nor TBB and updates with its own thread pool, which is slower;"
+        " install libgomp or the package tbb"
+    )
+
+
 def host_updater(threads: int | None = None) -> Updater:
     """An updater for host tensors on `threads` threads (see `default_threads`)."""
     wanted = default_threads() if threads is None else threads

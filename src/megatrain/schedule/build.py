@@ -44,8 +44,12 @@ class StepPlan:
         return (0, self.head, *saved)
 
     def gradient_slot(self, block: int) -> int:
-        """The accumulator, staging and (without clipping) home slot of a block's gradient."""
-        if block == 0:
+        """The accumulator, staging and (without clipping) home slot of a block's gradient.
+
+        The head's is done before embed's begins, unless they share parameters: then embed's begins
+        with the head's.
+        """
+        if block == 0 or (block == self.head and not self.tied):
             return self.layer_gradient_slots
         if block == self.head:
             return self.layer_gradient_slots + 1

@@ -1,6 +1,6 @@
 """Bytes of every slot that a step uses: read by the engine that allocates and by the planner."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.layout import BlockLayout, Purpose
@@ -31,29 +31,29 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         gradient_dtype: dtype of a rounded gradient.
     """
 
-    def largest(purpose: Purpose, blocks: Sequence[int]) -> int:
-        return max((layouts[b].nbytes(purpose, gradient_dtype) for b in blocks), default=0)
-
-    def pool(purpose: Purpose, layer_slots: int, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Slots that the layers share, then one of its own for embed and head."""
-        layers = [b for b in blocks if 0 < b < plan.head]
-        edges = [[b] if b in blocks else [] for b in (0, plan.head)]
-        shared = [largest(purpose, layers)] * layer_slots
-        return (*shared, *(largest(purpose, edge) for edge in edges))
-
     every = range(plan.head + 1)
     streamed = [block for block in every if block not in plan.resident]
+
+    def largest(purpose: Purpose, blocks: Iterable[int]) -> int:
+        return max((layouts[b].nbytes(purpose, gradient_dtype) for b in blocks), default=0)
+
+    def gradients(purpose: Purpose, blocks: Sequence[int]) -> tuple[int, ...]:
+        slots = range(max(plan.gradient_slot(block) for block in every) + 1)
+        of_slot = ([b for b in blocks if plan.gradient_slot(b) == slot] for slot in slots)
+        return tuple(largest(purpose, each) for each in of_slot)
+
     home: dict[int, int] = {}
     for block in every:
         slot = plan.home_gradient_slot(block)
         home[slot] = max(home.get(slot, 0), largest(Purpose.GRADIENT, [block]))
+    passing = [block for block in streamed if block not in plan.kept_weights]
+    kept = [[block] if block in streamed else [] for block in plan.kept_weights]
     return SlotSizes(
         weights=(
-            *[largest(Purpose.WEIGHT, [b for b in streamed if b not in plan.kept_weights])]
-            * plan.layer_weight_slots,
-            *(largest(Purpose.WEIGHT, [b] if b in streamed else []) for b in plan.kept_weights),
+            *[largest(Purpose.WEIGHT, passing)] * plan.layer_weight_slots,
+            *(largest(Purpose.WEIGHT, each) for each in kept),
         ),
-        accumulators=pool(Purpose.ACCUMULATOR, plan.layer_gradient_slots, every),
-        staging=pool(Purpose.GRADIENT, plan.layer_gradient_slots, streamed),
+        accumulators=gradients(Purpose.ACCUMULATOR, every),
+        staging=gradients(Purpose.GRADIENT, streamed),
         home_gradients=home,
     )
