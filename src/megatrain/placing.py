@@ -8,7 +8,7 @@ from megatrain.engine import EngineOptions, Loss, check_options, step_plan
 from megatrain.engine.compute import Programs
 from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
 from megatrain.engine.footprint import measure_footprint
-from megatrain.engine.options import largest_shape
+from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.models import BlockModel
 from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, memory_need
 from megatrain.planner.fit import available_host_bytes
@@ -87,6 +87,7 @@ def plan_run(
     Raises:
         UserError: if the run does not fit.
     """
+    options = with_tokens_of_a_step(model, options, num_rows=num_rows, longest=longest)
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
@@ -109,7 +110,7 @@ def plan_run(
         host_budget=available_host_bytes() if host_memory is None else host_memory,
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
-    options = replace(options, saved=placement.saved)
+    options = replace(options, saved=placement.saved, spill=placement.spill)
     need = _need(model, options, placement.resident)
     check_fits(need, budget=host_memory, device_free=free)
     return RunPlan(options=options, programs=programs, need=need, placement=placement)

@@ -24,6 +24,7 @@ from megatrain.memory import BlockStore, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.selection import Selection
+from megatrain.schedule import Spill
 
 VOCAB = 99
 SMALL: dict[str, Any] = {
@@ -76,6 +77,12 @@ def make_rows(count: int, seed: int = 0, longest: int = 12) -> list[Row]:
         weights[0], weights[-1] = 0.0, 1.0
         rows.append(Row(input_ids=generator.integers(3, VOCAB, length), weights=weights))
     return rows
+
+
+def spill_of(blocks: frozenset[int], **extra: int) -> Spill:
+    """Inputs of these layers wait on the host; room for rows of `make_rows`, two a micro-batch."""
+    input_bytes = 2 * 12 * SMALL["hidden_size"] * 4
+    return Spill(blocks=blocks, input_bytes=input_bytes, num_micro=3, **extra)
 
 
 def reference_model(config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:

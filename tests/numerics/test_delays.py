@@ -22,6 +22,7 @@ from .harness import (
     reference_model,
     run_engine,
     same_bits,
+    spill_of,
 )
 
 OPTIONS = EngineOptions(adamw=ADAMW, debug=True, host_threads=1, micro_batch_rows=2)
@@ -64,6 +65,7 @@ def test_delays_change_no_bit(max_grad_norm: float, seed: int) -> None:
         OPTIONS,
         max_grad_norm=max_grad_norm,
         saved=frozenset({3}) if seed else frozenset(),
+        spill=None if seed == 1 else spill_of(frozenset({1, 2})),
         layer_weight_slots=1 + seed,
     )
     states = []

@@ -6,6 +6,7 @@ from megatrain.engine import EngineOptions, step_plan
 from megatrain.errors import UserError
 from megatrain.planner import check_fits, memory_need
 from megatrain.planner.fit import PROCESS_BYTES
+from megatrain.schedule import Spill
 
 from .harness import ADAMW, make_config, make_engine, reference_model
 
@@ -27,6 +28,9 @@ def test_counted_bytes_are_allocated_bytes(
         max_grad_norm=max_grad_norm,
         layer_weight_slots=slots,
         layer_gradient_slots=slots,
+        spill=Spill(blocks=frozenset({2, 3}), input_bytes=4000, num_micro=2, slots=slots)
+        if frozen
+        else None,
     )
     engine = make_engine(config, masters, compute_dtype=dtype, frozen=patterns, options=options)
     need = memory_need(
@@ -36,7 +40,8 @@ def test_counted_bytes_are_allocated_bytes(
     )
     slabs = engine.store.slab.nbytes + engine.buffers.slab.nbytes
     assert need.host_total - PROCESS_BYTES == slabs
-    pools = (engine.buffers.weights, engine.buffers.accumulators, engine.buffers.staging)
+    buffers = engine.buffers
+    pools = (buffers.weights, buffers.accumulators, buffers.staging, buffers.passing)
     assert need.device_slots == sum(slot.numel() for pool in pools for slot in pool)
 
 

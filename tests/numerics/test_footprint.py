@@ -79,6 +79,6 @@ def test_the_largest_shape_of_a_step() -> None:
         build_on_meta(make_config("llama"), compute_dtype="float32"), compute_dtype="float32"
     )
     by_tokens = EngineOptions(micro_batch_tokens=64)
-    assert largest_shape(model, by_tokens, num_rows=10, longest=20) == (3, 20, 4)
+    assert largest_shape(model, by_tokens, num_rows=10, longest=20) == (4, 20, 4)
     assert largest_shape(model, by_tokens, num_rows=2, longest=100) == (1, 100, 2)
     assert largest_shape(model, EngineOptions(), num_rows=5, longest=7) == (5, 7, 1)

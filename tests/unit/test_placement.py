@@ -45,10 +45,19 @@ def rule(budget: int, *, clip: bool = True, host_budget: int = 2**40) -> Placeme
 
 def test_the_smallest_budget_streams_everything_and_less_is_refused() -> None:
     smallest = rule(2**40).fixed(on_device=False).device_bytes
+    # Without room for a block's state there is nothing to win with inputs on the host.
     placement = rule(smallest).place()
     assert (placement.resident, placement.saved) == (frozenset(), frozenset())
+    assert placement.spill is None
+    # With less, inputs go to the host; three of them are on their way.
+    inputs = PLAN.num_micro * LAYERS * COSTS.input_bytes
+    least = smallest - inputs + 3 * COSTS.input_bytes
+    for budget in (smallest - 1, least):
+        placement = rule(budget).place()
+        assert placement.device_bytes <= budget and placement.spill is not None
+        assert placement.spill.blocks == frozenset(range(1, LAYERS + 1))
     with pytest.raises(UserError, match=r"of slots.*of workspace.*raise gpu_memory"):
-        rule(smallest - 1).place()
+        rule(least - 1).place()
     with pytest.raises(UserError, match="the state of 10 blocks"):
         rule(smallest).fixed(on_device=True)
 
@@ -75,6 +84,22 @@ def test_with_clipping_the_first_layers_come_before_saved_ones() -> None:
     placement = rule(smallest + edges + 4 * 14 * 2**20).place()
     assert placement.resident >= {0, HEAD, 1, 2}
     assert placement.resident - {HEAD} == frozenset(range(len(placement.resident) - 1))
+
+
+def test_inputs_wait_on_the_host_where_their_place_holds_state() -> None:
+    costs = replace(COSTS, input_bytes=2**23)  # of two layers and two micro-batches: one state
+    asked = replace(rule(2**40), footprint=costs)
+    smallest = asked.fixed(on_device=False).device_bytes
+    tight = replace(asked, budget=smallest).place()
+    assert tight.spill is not None and len(tight.resident) > 2
+    left = frozenset(range(1, LAYERS + 1)) - tight.saved
+    assert tight.spill.blocks == left
+    assert f"inputs of {len(left)} on the host" in tight.in_words()
+    assert replace(asked, budget=2**40).place().spill is None
+    host = memory_need(LAYOUTS, PLAN, gradient_dtype="bfloat16").host_total
+    within = replace(asked, budget=smallest, host_budget=host).place()
+    plan = replace(PLAN, resident=within.resident, saved=within.saved, spill=within.spill)
+    assert memory_need(LAYOUTS, plan, gradient_dtype="bfloat16").host_total <= host
 
 
 def test_what_the_host_cannot_hold_goes_to_the_device() -> None:

@@ -11,6 +11,7 @@ from megatrain.schedule import (
     OpKind,
     ScheduleError,
     Space,
+    Spill,
     StepPlan,
     build_evaluation,
     build_flush,
@@ -29,9 +30,17 @@ def plans(draw: st.DrawFn) -> StepPlan:
     blocks = num_layers + 2
     trainable = draw(st.lists(st.booleans(), min_size=blocks, max_size=blocks).filter(any))
     clip = draw(st.booleans())
+    num_micro = draw(st.integers(1, 3))
+    lowest = max(trainable.index(True), 1)
+    kept = st.sampled_from(["recomputed", "saved", "spilled"])
+    how = {layer: draw(kept) for layer in range(lowest, num_layers + 1)}
+    spilled = frozenset(layer for layer, choice in how.items() if choice == "spilled")
+    spill = Spill(blocks=spilled, input_bytes=1, num_micro=num_micro, slots=draw(st.integers(1, 3)))
     return StepPlan(
         num_layers=num_layers,
-        num_micro=draw(st.integers(1, 3)),
+        num_micro=num_micro,
+        saved=frozenset(layer for layer, choice in how.items() if choice == "saved"),
+        spill=spill if spilled else None,
         trainable=tuple(trainable),
         clip=clip,
         pending=clip and draw(st.booleans()),

@@ -20,11 +20,15 @@ class StepBuffers:
         self.weights = [on_device(nbytes) for nbytes in sizes.weights]
         self.accumulators = [on_device(nbytes) for nbytes in sizes.accumulators]
         self.staging = [on_device(nbytes) for nbytes in sizes.staging]
+        self.passing = [on_device(nbytes) for nbytes in sizes.passing]
         on_host = {s: n for s, n in sizes.home_gradients.items() if s not in resident}
         self.slab = HostSlab(
-            sum(HostSlab.rounded(nbytes) for nbytes in on_host.values()),
+            sum(map(HostSlab.rounded, [*on_host.values(), *sizes.host_inputs.values()])),
             pin=device.type == "cuda",
         )
+        self.host_inputs = {
+            place: self.slab.take(nbytes) for place, nbytes in sizes.host_inputs.items()
+        }
         self.home_gradients = {
             slot: self.slab.take(nbytes) if slot in on_host else on_device(nbytes)
             for slot, nbytes in sizes.home_gradients.items()

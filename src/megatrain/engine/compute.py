@@ -70,6 +70,8 @@ class BlockCompute:
     lowest_trainable: int
     saved: frozenset[int]
     """Layers whose forward is kept for backward instead of being computed again."""
+    spilled: frozenset[int]
+    """Layers whose input waits on the host."""
     always_with_graph: bool
     """Run the very same forward in forward and backward, saved or not: bitwise the same results."""
 
@@ -96,6 +98,7 @@ class BlockCompute:
             seed=options.seed,
             lowest_trainable=plan.lowest_trainable,
             saved=plan.saved,
+            spilled=plan.spilled,
             always_with_graph=options.always_with_graph,
         )
 
@@ -113,9 +116,20 @@ class BlockCompute:
                 y_BTD, written = self._layer_forward(state, op)
         state.carried[micro].add(block, written)
         state.boundaries[block + 1, micro] = y_BTD
-        recomputed = state.training and self.lowest_trainable <= block not in self.saved
-        if block > 0 and not recomputed:
+        if block > 0 and not self._stays(state, op):
             del state.boundaries[block, micro]
+
+    def _stays(self, state: StepState, op: Op) -> bool:
+        """Whether a block's input waits for backward where it is; if not there, it is sent off."""
+        block, micro = op.block, op.micro
+        if not state.training or block < self.lowest_trainable or block in self.saved:
+            return False
+        if block not in self.spilled:
+            return True
+        x_BTD = state.boundaries[block, micro]
+        self.views.passing(op, x_BTD.shape, x_BTD.dtype).copy_(x_BTD)
+        state.spilled[block, micro] = (x_BTD.shape, x_BTD.dtype)
+        return False
 
     @torch.no_grad()
     def _embed(self, state: StepState, op: Op) -> tuple[Tensor, dict[str, Tensor]]:
@@ -193,7 +207,12 @@ class BlockCompute:
         if block in self.saved:
             return pull(*state.saved.pop((block, micro)), outgoing, sums)
         run, tensors = self._layer(op)
-        x_BTD, call = state.boundaries.pop((block, micro)), state.calls[micro][block - 1]
+        call = state.calls[micro][block - 1]
+        x_BTD = (
+            self.views.passing(op, *state.spilled.pop((block, micro)))
+            if block in self.spilled
+            else state.boundaries.pop((block, micro))
+        )
         if self.always_with_graph:
             leaves = self._leaves(state, op, tensors, x_BTD)
             output = self._runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)

@@ -54,6 +54,9 @@ class _SharedViews:
         del op
         return self._views(block, Purpose.ACCUMULATOR)
 
+    def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("nothing is spilled in a measurement")
+
     def _views(self, block: int, purpose: Purpose) -> dict[str, Tensor]:
         layout, kind = self.layout(block), self._model.blocks[block].kind
         if (purpose, kind) not in self._flat:
@@ -114,7 +117,7 @@ def measure_footprint(
         programs: of the run; what is compiled here stays.
     """
     model.move_buffers(device)
-    plan = replace(step_plan(model, options), saved=frozenset())
+    plan = replace(step_plan(model, options), saved=frozenset(), spill=None)
     compute = BlockCompute.of(
         model,
         options,

@@ -1,12 +1,12 @@
 """How the engine trains: its options, and the plan of a step that follows from them."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatrain.engine.microbatch import NO_PADDING, Padding
 from megatrain.errors import UserError
 from megatrain.models import BlockKind, BlockModel
-from megatrain.schedule import StepPlan
+from megatrain.schedule import Spill, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,8 @@ class EngineOptions:
     layer_gradient_slots: int = 2
     saved: frozenset[int] = frozenset()
     """Layers (by block number) that keep what backward needs instead of being recomputed."""
+    spill: Spill | None = None
+    """Inputs that wait for backward on the host."""
     always_with_graph: bool = False
     """Whether a layer is saved or not then changes no bit; recomputing becomes slower."""
     host_threads: int | None = None
@@ -75,6 +77,7 @@ def step_plan(
         tied=bool(model.shared),
         resident=resident,
         saved=options.saved,
+        spill=options.spill,
         layer_weight_slots=options.layer_weight_slots,
         layer_gradient_slots=options.layer_gradient_slots,
     )
@@ -140,7 +143,7 @@ def split_of(options: EngineOptions, num_rows: int, *, alone: bool) -> tuple[int
 def largest_shape(
     model: BlockModel, options: EngineOptions, *, num_rows: int, longest: int
 ) -> tuple[int, int, int]:
-    """(B, T, micro-batches) of a step whose rows are all as long as the longest.
+    """(B, T, micro-batches): no step has a larger micro-batch or more of them.
 
     Args:
         model: with dropout its rows run one by one.
@@ -150,7 +153,17 @@ def largest_shape(
     """
     length = padding_of(model, options).length(longest)
     rows, tokens = split_of(options, num_rows, alone=model.random)
-    if tokens is not None:
-        rows = max(1, tokens // length)
-    rows = min(rows, num_rows)
-    return rows, length, -(-num_rows // rows)
+    if tokens is None:
+        return min(rows, num_rows), length, math.ceil(num_rows / rows)
+    fewest = max(1, tokens // length)  # of the longest rows; of shorter ones more fit
+    return math.ceil(tokens / length), length, math.ceil(num_rows / fewest)
+
+
+def with_tokens_of_a_step(
+    model: BlockModel, options: EngineOptions, *, num_rows: int, longest: int
+) -> EngineOptions:
+    """The same split, with `micro_batch_tokens` no larger than a whole step can be."""
+    if options.micro_batch_tokens is None:
+        return options
+    tokens = num_rows * padding_of(model, options).length(longest)
+    return replace(options, micro_batch_tokens=min(options.micro_batch_tokens, tokens))

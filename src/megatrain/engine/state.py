@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from megatrain.engine.microbatch import MicroBatch
@@ -36,6 +37,8 @@ class StepState:
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, micro-batch) -> the block's input."""
+    spilled: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    """(block, micro-batch) -> form of an input that is on the host."""
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     """(block, micro-batch) -> its forward, ready to be run backward."""
     streams: dict[int, Tensor] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megatrain.engine.buffers import StepBuffers
@@ -25,6 +26,9 @@ class Views(Protocol):
     def sums(self, op: Op, block: int) -> dict[str, Tensor]:
         """Its fp32 gradient sums by name; empty if it is not trained."""
 
+    def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The slot of an input on its way to or from the host."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockViews:
@@ -44,6 +48,11 @@ class BlockViews:
         flat = self.buffers.weights[op.slot(Space.WEIGHTS, ("weights", block))]
         layout = self.layout(block)
         return param_views(layout, segment_views(layout, Purpose.WEIGHT, flat))
+
+    def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The slot of an input on its way to or from the host."""
+        flat = self.buffers.passing[op.slot(Space.PASSING)]
+        return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def sums(self, op: Op, block: int) -> dict[str, Tensor]:
         """fp32 gradient sums, as views of the block's accumulator; empty if it is not trained."""

@@ -59,6 +59,8 @@ class Worker:
             case OpKind.CHECK:
                 if not bool(torch.isfinite(state.home_squares[op.block]).all()):
                     state.nonfinite_blocks.append(op.block)
+            case OpKind.SPILL | OpKind.UNSPILL:
+                self._move_input(state, op)
             case OpKind.POISON:
                 self._poison(op)
 
@@ -93,6 +95,13 @@ class Worker:
             nbytes = self.views.layout(op.block).nbytes(Purpose.GRADIENT, self.gradient_dtype)
             target = self.buffers.home_gradients[op.slot(Space.HOME_GRADIENT)]
             target[:nbytes].copy_(source[:nbytes], non_blocking=True)
+
+    def _move_input(self, state: StepState, op: Op) -> None:
+        shape, dtype = state.spilled[op.block, op.micro]
+        there = self.buffers.host_inputs[op.block, op.micro][: shape.numel() * dtype.itemsize]
+        here = self.views.passing(op, shape, dtype).view(-1).view(torch.uint8)
+        source, target = (here, there) if op.kind is OpKind.SPILL else (there, here)
+        target.copy_(source, non_blocking=True)
 
     def _update(self, state: StepState, op: Op) -> None:
         assert state.update is not None
@@ -147,6 +156,7 @@ class Worker:
                 Space.WEIGHTS: self.buffers.weights,
                 Space.ACCUMULATOR: self.buffers.accumulators,
                 Space.STAGING: self.buffers.staging,
+                Space.PASSING: self.buffers.passing,
             }[slot.space]
             pool[slot.index].fill_(0xFF)
 

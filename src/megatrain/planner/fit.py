@@ -63,6 +63,7 @@ def memory_need(
         for slot, nbytes in sizes.home_gradients.items()
         if slot not in plan.resident
     )
+    host["activation"] = sum(map(HostSlab.rounded, sizes.host_inputs.values()))
     host["process"] = PROCESS_BYTES
     return MemoryNeed(host=host, device_slots=sizes.device)
 

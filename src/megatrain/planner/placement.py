@@ -2,18 +2,23 @@
 
 A rule, not a search over everything: embed and head first, then the first layers (with clipping
 their updates delay the next forward), then saved activations of the last layers.  How many of each
-is what a rough estimate of the step's time says, within the budget.
+is what a rough estimate of the step's time says, within the budget.  Where memory is short, inputs
+of layers wait on the host, so that their place holds state.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory.store import STATE
 from megatrain.planner.fit import memory_need
-from megatrain.schedule import Footprint, StepPlan, slot_sizes
+from megatrain.schedule import Footprint, Spill, StepPlan, slot_sizes
 from megatrain.units import format_bytes
+
+NONE: frozenset[int] = frozenset()
+SPILL_PRICE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +29,7 @@ class Placement:
     """Blocks whose state lives on the device."""
     saved: frozenset[int]
     """Layers whose activations stay from forward to backward."""
+    spill: Spill | None
     device_bytes: int
     """Slots, resident state and activations at their peak."""
 
@@ -32,6 +38,7 @@ class Placement:
         return (
             f"GPU memory {format_bytes(self.device_bytes)}: state of {len(self.resident)} blocks,"
             f" activations of {len(self.saved)} layers"
+            + ("" if self.spill is None else f"; inputs of {len(self.spill.blocks)} on the host")
         )
 
 
@@ -58,29 +65,30 @@ class PlacementRule:
         Raises:
             UserError: if not even one layer at a time fits the budget.
         """
-        nothing = self._placement(frozenset(), frozenset())
-        self._check(nothing)
         edges = frozenset({0, self.plan.head})
-        tried = [nothing]
-        for count in range(self.plan.num_layers + 1):
-            resident = edges | frozenset(range(1, count + 1))
-            if self._placement(resident, frozenset()).device_bytes > self.budget:
-                break
-            tried.append(self._with_saved(resident))
+        counts = range(self.plan.num_layers + 1)
+        residents = [NONE, *(edges | frozenset(range(1, count + 1)) for count in counts)]
+        starts = [
+            self._placement(resident, NONE, spills=spills)
+            for spills in (False, True)
+            for resident in residents
+        ]
+        tried = [self._with_saved(p) for p in starts if p.device_bytes <= self.budget]
+        if not tried:
+            self._refuse(min(starts, key=lambda placement: placement.device_bytes))
         fit = [placement for placement in tried if self._host_bytes(placement) <= self.host_budget]
         return min(fit or tried[-1:], key=self.estimated_seconds)
 
-    def _check(self, placement: Placement) -> None:
-        if placement.device_bytes > self.budget:
-            raise UserError(
-                asked=f"train within {format_bytes(self.budget)} of GPU memory",
-                found=f"{format_bytes(placement.device_bytes)} needed with the state of"
-                f" {len(placement.resident)} blocks there: {format_bytes(self._slots(self.plan))}"
-                f" of slots, {format_bytes(self.footprint.workspace_bytes)} of workspace, and"
-                f" activations of {self.plan.num_micro} micro-batches",
-                change="raise gpu_memory, or lower per_device_train_batch_size,"
-                " gradient_accumulation_steps, micro_batch_tokens or max_length",
-            )
+    def _refuse(self, placement: Placement) -> NoReturn:
+        raise UserError(
+            asked=f"train within {format_bytes(self.budget)} of GPU memory",
+            found=f"{format_bytes(placement.device_bytes)} needed with the state of"
+            f" {len(placement.resident)} blocks there: {format_bytes(self._slots(self.plan))}"
+            f" of slots, {format_bytes(self.footprint.workspace_bytes)} of workspace, and"
+            f" activations of {self.plan.num_micro} micro-batches",
+            change="raise gpu_memory, or lower per_device_train_batch_size,"
+            " gradient_accumulation_steps, micro_batch_tokens or max_length",
+        )
 
     def fixed(self, *, on_device: bool) -> Placement:
         """Everything streamed, or the state of every block on the device; all layers recomputed.
@@ -89,24 +97,27 @@ class PlacementRule:
             UserError: if it does not fit the budget.
         """
         blocks = range(self.plan.head + 1) if on_device else ()
-        placement = self._placement(frozenset(blocks), frozenset())
-        self._check(placement)
+        placement = self._placement(frozenset(blocks), NONE)
+        if placement.device_bytes > self.budget:
+            self._refuse(placement)
         return placement
 
-    def _with_saved(self, resident: frozenset[int]) -> Placement:
+    def _with_saved(self, best: Placement) -> Placement:
         """As many of the last layers saved as fit."""
-        best = self._placement(resident, frozenset())
-        saved: frozenset[int] = frozenset()
+        saved, spills = NONE, best.spill is not None
         for layer in range(self.plan.num_layers, max(self.plan.lowest_trainable, 1) - 1, -1):
             saved |= {layer}
-            placement = self._placement(resident, saved)
+            placement = self._placement(best.resident, saved, spills=spills)
             if placement.device_bytes > self.budget:
                 break
             best = placement
         return best
 
-    def _placement(self, resident: frozenset[int], saved: frozenset[int]) -> Placement:
-        plan = replace(self.plan, resident=resident, saved=saved)
+    def _placement(
+        self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
+    ) -> Placement:
+        spill = self._spill(saved) if spills else None
+        plan = replace(self.plan, resident=resident, saved=saved, spill=spill)
         state = sum(
             layout.nbytes(purpose, self.gradient_dtype)
             for block in resident
@@ -117,23 +128,44 @@ class PlacementRule:
         kept = sum(
             cost.saved_bytes[layer - 1] if layer in saved else cost.input_bytes
             for layer in layers
-            if layer >= plan.lowest_trainable
+            if plan.lowest_trainable <= layer not in plan.spilled
         )
         moving = 2 * cost.input_bytes  # the last output and its gradient
         activations = plan.num_micro * (kept + moving) + cost.workspace_bytes
         return Placement(
-            resident=resident, saved=saved, device_bytes=self._slots(plan) + state + activations
+            resident=resident,
+            saved=saved,
+            spill=spill,
+            device_bytes=self._slots(plan) + state + activations,
+        )
+
+    def _spill(self, saved: frozenset[int]) -> Spill:
+        """Of every layer whose input waits for backward."""
+        layers = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
+        return Spill(
+            blocks=frozenset(layers) - saved,
+            input_bytes=self.footprint.input_bytes,
+            num_micro=self.plan.num_micro,
         )
 
     def _host_bytes(self, placement: Placement) -> int:
-        plan = replace(self.plan, resident=placement.resident, saved=placement.saved)
+        plan = replace(
+            self.plan,
+            resident=placement.resident,
+            saved=placement.saved,
+            spill=placement.spill,
+        )
         return memory_need(self.layouts, plan, gradient_dtype=self.gradient_dtype).host_total
 
     def _slots(self, plan: StepPlan) -> int:
         return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
     def estimated_seconds(self, placement: Placement) -> float:
-        """A step's time: computation, and what of the host's updates it cannot hide."""
+        """A step's time: computation, and what of the host's updates it cannot hide.
+
+        Inputs that cross the bus take nothing if updates or computation hide them; they are given
+        a small price all the same, so that they stay where there is nothing to win.
+        """
         cost, plan = self.footprint, self.plan
         forward, backward = [0.0] * (plan.head + 1), [0.0] * (plan.head + 1)
         for layer in range(1, plan.num_layers + 1):
@@ -152,8 +184,10 @@ class PlacementRule:
             updates[block] = 0.0
         loss = plan.num_micro * cost.loss_s
         if plan.clip:
-            return _behind(forward, updates) + loss + sum(backward)
-        return sum(forward) + loss + _ahead(backward[::-1], updates[::-1])
+            seconds = _behind(forward, updates) + loss + sum(backward)
+        else:
+            seconds = sum(forward) + loss + _ahead(backward[::-1], updates[::-1])
+        return seconds if placement.spill is None else SPILL_PRICE * seconds
 
 
 def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ Blocks are numbered: 0 is embed, 1..L the decoder layers, L+1 the head.
 """
 
 from megatrain.schedule.build import (
+    Spill,
     StepPlan,
     build_evaluation,
     build_flush,
@@ -34,6 +35,7 @@ __all__ = [
     "SlotSizes",
     "Space",
     "Span",
+    "Spill",
     "StepPlan",
     "build_evaluation",
     "build_flush",

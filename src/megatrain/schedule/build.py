@@ -6,6 +6,20 @@ from megatrain.schedule.ops import Content, Lane, Op, OpKind, Slot, Space
 
 
 @dataclass(frozen=True, kw_only=True)
+class Spill:
+    """Inputs that wait for backward on the host, so that they take no device memory."""
+
+    blocks: frozenset[int]
+    """Layers; neither saved nor below what is trained."""
+    input_bytes: int
+    """Of one micro-batch, the largest."""
+    num_micro: int
+    """The largest number of micro-batches."""
+    slots: int = 3
+    """On the device: one that is read, one on its way, one to spare."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """What decides a step's list of operations."""
 
@@ -23,6 +37,7 @@ class StepPlan:
     """Blocks whose state lives on the device."""
     saved: frozenset[int] = frozenset()
     """Layers that are not recomputed: what backward needs stays, their weights too."""
+    spill: Spill | None = None
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
     """Slots of each kind that the layers share; embed, head and saved layers have their own."""
@@ -36,6 +51,10 @@ class StepPlan:
         """The lowest block with anything to train; behind the head if there is none."""
         trained = (block for block, trainable in enumerate(self.trainable) if trainable)
         return next(trained, len(self.trainable))
+
+    @property
+    def spilled(self) -> frozenset[int]:
+        return frozenset() if self.spill is None else self.spill.blocks
 
     @property
     def kept_weights(self) -> tuple[int, ...]:
@@ -68,6 +87,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.in_slot: dict[int, int] = {}
         self.next_slot = 0
+        self.next_passing = 0
 
     def add(self, kind: OpKind, lane: Lane, block: int = 0, micro: int = 0) -> Op:
         op = Op(kind=kind, lane=lane, block=block, micro=micro)
@@ -135,6 +155,22 @@ class _Builder:
             op.reads[calls] = ("calls", micro)
             op.reads[self.boundary(block, micro)] = ("input", block, micro)
         op.writes[self.boundary(block + 1, micro)] = ("input", block + 1, micro)
+        if training and block in self.plan.spilled:
+            passing = self.passing()
+            op.writes[passing] = ("input", block, micro)
+            spill = self.add(OpKind.SPILL, Lane.D2H, block, micro)
+            spill.reads[passing] = ("input", block, micro)
+            spill.writes[self.host_input(block, micro)] = ("input", block, micro)
+
+    def passing(self) -> Slot:
+        """The next device slot for an input on its way."""
+        assert self.plan.spill is not None
+        index, self.next_passing = self.next_passing, self.next_passing + 1
+        return Slot(space=Space.PASSING, index=index % self.plan.spill.slots)
+
+    @staticmethod
+    def host_input(block: int, micro: int) -> Slot:
+        return Slot(space=Space.HOST_INPUT, index=block, micro=micro)
 
     @staticmethod
     def boundary(block: int, micro: int) -> Slot:
@@ -155,6 +191,12 @@ class _Builder:
             op.reads[Slot(space=Space.LOSS)] = ("loss", micro - 1)
 
     def backward(self, block: int, micro: int) -> None:
+        where = self.boundary(block, micro)
+        if block in self.plan.spilled:
+            where = self.passing()
+            unspill = self.add(OpKind.UNSPILL, Lane.H2D, block, micro)
+            unspill.reads[self.host_input(block, micro)] = ("input", block, micro)
+            unspill.writes[where] = ("input", block, micro)
         op = self.add(OpKind.BACKWARD, Lane.COMPUTE, block, micro)
         self.read_weights(op, block)
         self.accumulate(op, block)
@@ -164,7 +206,7 @@ class _Builder:
         if block in self.plan.saved:
             op.reads[Slot(space=Space.SAVED, index=block, micro=micro)] = ("saved", block, micro)
         elif block > 0:
-            op.reads[self.boundary(block, micro)] = ("input", block, micro)
+            op.reads[where] = ("input", block, micro)
             op.reads[Slot(space=Space.CALLS, micro=micro)] = ("calls", micro)
 
     def finish(self, block: int) -> None:

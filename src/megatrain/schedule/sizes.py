@@ -14,13 +14,18 @@ class SlotSizes:
     weights: tuple[int, ...]
     accumulators: tuple[int, ...]
     staging: tuple[int, ...]
+    passing: tuple[int, ...]
+    """For inputs on their way to or from the host."""
+    host_inputs: dict[tuple[int, int], int]
+    """By (block, micro-batch)."""
     home_gradients: dict[int, int]
     """Where updates run; those of resident blocks are on the device."""
 
     @property
     def device(self) -> int:
         """Bytes of the slots on the compute device."""
-        return sum(self.weights) + sum(self.accumulators) + sum(self.staging)
+        pools = (self.weights, self.accumulators, self.staging, self.passing)
+        return sum(map(sum, pools))
 
 
 def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: str) -> SlotSizes:
@@ -42,6 +47,7 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         of_slot = ([b for b in blocks if plan.gradient_slot(b) == slot] for slot in slots)
         return tuple(largest(purpose, each) for each in of_slot)
 
+    spill = plan.spill
     home: dict[int, int] = {}
     for block in every:
         slot = plan.home_gradient_slot(block)
@@ -55,5 +61,13 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         ),
         accumulators=gradients(Purpose.ACCUMULATOR, every),
         staging=gradients(Purpose.GRADIENT, streamed),
+        passing=() if spill is None else (spill.input_bytes,) * spill.slots,
+        host_inputs={}
+        if spill is None
+        else {
+            (block, micro): spill.input_bytes
+            for block in sorted(spill.blocks)
+            for micro in range(spill.num_micro)
+        },
         home_gradients=home,
     )

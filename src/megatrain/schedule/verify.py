@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
 
-POISONED = (Space.WEIGHTS, Space.ACCUMULATOR, Space.STAGING)
+POISONED = (Space.WEIGHTS, Space.ACCUMULATOR, Space.STAGING, Space.PASSING)
 
 
 def derive_waits(ops: Sequence[Op]) -> tuple[tuple[int, ...], ...]:
