@@ -114,7 +114,7 @@ def test_rows_longer_than_a_rotary_model_was_made_for_are_noted(workspace: Path)
 def test_a_compiled_run_says_so_and_learns_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.trainer.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("megatrain.trainer.prepare.COMPILE_BACKEND", "aot_eager")
     losses = {}
     for compiled in ("true", "false"):
         Path("c.yaml").write_text(yaml.safe_dump(GOOD | {"max_steps": 2, "max_length": 32}))
@@ -232,7 +232,7 @@ def test_weights_are_looked_for_before_data_is_read(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
-    monkeypatch.setattr("megatrain.trainer.load_rows", never)
+    monkeypatch.setattr("megatrain.trainer.prepare.load_rows", never)
     config, _ = make_config(GOOD | {"model_name_or_path": "models/shape"})
     with pytest.raises(UserError, match=r"no file model\.safetensors"):
         Trainer(config, quiet=True)

@@ -83,7 +83,7 @@ def test_tokens_that_a_model_lacks_are_refused_before_memory_is_taken(
         raise AssertionError((arguments, options))
 
     save_tiny_model(workspace / "small", vocab_size=200, eos_token_id=2, bos_token_id=1)
-    monkeypatch.setattr("megatrain.trainer.BlockStore", never)
+    monkeypatch.setattr("megatrain.trainer.trainer.BlockStore", never)
     with pytest.raises(UserError, match=r"a\.txt: token 256, and a model that has 200 tokens"):
         evaluate_model("small", ["data/text"], options=DataOptions())
 

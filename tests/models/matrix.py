@@ -45,6 +45,9 @@ LARGEST = 120_000_000
 # Summation order in fp32; Adam divides a moment by its own root and may amplify it.
 LOSS_TOLERANCE = 5e-6
 TOLERANCE = 2e-4
+# rwkv's embedding starts at 1e-4, so that all of it is two Adam steps: an element's step carries
+# the relative error of its own gradient, not of the largest (2.3e-4 seen, depending on the CPU).
+MASTER_TOLERANCE = 5e-4
 # bfloat16 has 8 bits; a gradient is rounded once more than in a resident run.
 BF16_LOSS_TOLERANCE = 1e-2
 BF16_NORM_TOLERANCE = 5e-2
@@ -162,7 +165,7 @@ def _compare_two_steps(config: Any, trained: set[str], device: str) -> None:
         moments = engine_state(engine, purpose)
         assert_close(moments, _on_host(reference.moments(key)), relative=TOLERANCE, what=key)
     masters = engine_state(engine, Purpose.WEIGHT)
-    assert_close(masters, _masters(model), relative=TOLERANCE, what="master")
+    assert_close(masters, _masters(model), relative=MASTER_TOLERANCE, what="master")
     untouched = before.keys() - trained
     assert all(torch.equal(masters[name], before[name]) for name in untouched), "frozen"
 

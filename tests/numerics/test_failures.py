@@ -88,6 +88,8 @@ def test_a_failed_step_makes_the_engine_unusable(threads: bool, max_grad_norm: f
 
 
 def test_an_interrupt_stops_all_lanes_before_it_goes_on() -> None:
+    # A shell's background job ignores interrupts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     engine = engine_of(threads=True)
     inner = engine.model.layer
     in_layer, running = threading.Event(), set[int]()
@@ -105,6 +107,7 @@ def test_an_interrupt_stops_all_lanes_before_it_goes_on() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.step(ROWS[0], learning_rate=1e-2)
     killer.join()
+    signal.signal(signal.SIGINT, before)
     assert not running
     with pytest.raises(EngineUnusableError, match="KeyboardInterrupt"):
         engine.flush()

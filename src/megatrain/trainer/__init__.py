@@ -1,0 +1,5 @@
+"""A training run in the open: it wires the rooms and computes nothing itself."""
+
+from megatrain.trainer.trainer import Trainer
+
+__all__ = ["Trainer"]

@@ -1,0 +1,210 @@
+"""What a run is made of, before any state is allocated: tokenizer, blocks, rows, options.
+
+Promise: whatever of a config can be known to fail has failed by the end of `prepare_run`.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatrain.config import TrainConfig
+from megatrain.data import (
+    ChosenRows,
+    DataOptions,
+    DatasetStats,
+    Row,
+    StepSampler,
+    TokenizedRows,
+    extend_tokenizer,
+    load_rows,
+    load_tokenizer,
+    num_token_ids,
+    special_token_ids,
+    split_rows,
+)
+from megatrain.data.tokenizer import Tokenizer
+from megatrain.engine import EngineOptions, choose_device
+from megatrain.engine.options import AdamWOptions
+from megatrain.models.hub import ModelFiles, find_model
+from megatrain.models.load import LoadedBlocks, load_blocks
+from megatrain.models.selection import Selection
+from megatrain.optim import learning_rate_schedule
+from megatrain.placing import check_options_and_memory
+from megatrain.preflight import find_gguf
+from megatrain.units import parse_bytes
+
+LENGTH_BUCKETS = 4
+"""Lengths to which rows are padded when layers are compiled, each for its length."""
+COMPILE_BACKEND = "inductor"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The rows of a run."""
+
+    train_rows: Sequence[Row]
+    eval_rows: Sequence[Row]
+    stats: DatasetStats
+    """Counts of the training files, held-out rows included."""
+    longest: int
+    """Tokens of the longest row, held-out ones included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedRun:
+    """Everything that a config stands for."""
+
+    device: torch.device
+    compute_dtype: str
+    """bfloat16 or float32."""
+    tokenizer: Tokenizer
+    blocks: LoadedBlocks
+    options: EngineOptions
+    gpu_memory: int | None
+    """Bytes; None for what is free."""
+    host_memory: int | None
+    data: RunData
+    sampler: StepSampler
+    total_steps: int
+    learning_rate: Callable[[int], float]
+
+
+def prepare_run(config: TrainConfig) -> PreparedRun:
+    """Find, read and check everything that a config names.
+
+    Raises:
+        UserError: for the first thing that does not fit the rest.
+    """
+    device = choose_device(config.device)
+    compute_dtype: str = config.dtype
+    if config.dtype == "auto":
+        compute_dtype = "bfloat16" if device.type == "cuda" else "float32"
+    name, gguf_file = find_gguf(config.model_name_or_path, config.gguf_file)
+    files = find_model(
+        name, gguf_file=gguf_file, revision=config.model_revision, cache_dir=config.cache_dir
+    )
+    tokenizer = _load_tokenizer(config, files)
+    blocks = _load_blocks(config, files, tokenizer, compute_dtype)
+    if config.model_init == "pretrained":
+        files.fetch_weights()
+    options = _engine_options(config, device)
+    gpu_memory, host_memory = (
+        None if size is None else parse_bytes(size)
+        for size in (config.gpu_memory, config.host_memory)
+    )
+    check_options_and_memory(
+        blocks.model, options, device=device, gpu_memory=gpu_memory, host_memory=host_memory
+    )
+    _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
+    data = _load_data(config, tokenizer, blocks.model.learned_positions)
+    sampler = StepSampler(
+        len(data.train_rows),
+        config.per_device_train_batch_size * config.gradient_accumulation_steps,
+        seed=config.seed,
+        shuffle=config.shuffle,
+    )
+    total_steps = config.max_steps
+    if total_steps <= 0:
+        total_steps = math.ceil(config.num_train_epochs * sampler.steps_per_epoch)
+    return PreparedRun(
+        device=device,
+        compute_dtype=compute_dtype,
+        tokenizer=tokenizer,
+        blocks=blocks,
+        # Quarters of the longest row: at most four lengths to compile for.
+        options=replace(options, length_multiple=math.ceil(data.longest / LENGTH_BUCKETS)),
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        data=data,
+        sampler=sampler,
+        total_steps=total_steps,
+        learning_rate=_learning_rate(config, total_steps=total_steps),
+    )
+
+
+def _load_tokenizer(config: TrainConfig, files: ModelFiles) -> Tokenizer:
+    if config.tokenizer_name is not None:
+        files = find_model(config.tokenizer_name, key="tokenizer_name", cache_dir=config.cache_dir)
+    tokenizer = load_tokenizer(
+        files.directory, chat_template=config.chat_template_path, gguf_file=files.gguf_file
+    )
+    extend_tokenizer(tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens)
+    return tokenizer
+
+
+def _load_blocks(
+    config: TrainConfig, files: ModelFiles, tokenizer: Tokenizer, compute_dtype: str
+) -> LoadedBlocks:
+    overrides = dict(config.config_overrides)
+    if config.attn_implementation is not None:
+        overrides["attn_implementation"] = config.attn_implementation
+    if config.model_init == "random" and config.tokenizer_name is not None:
+        overrides = special_token_ids(tokenizer) | overrides
+    return load_blocks(
+        files,
+        compute_dtype=compute_dtype,
+        selection=Selection(trainable=config.trainable, frozen=config.frozen),
+        overrides=overrides,
+        num_tokens=num_token_ids(tokenizer),
+        multiple_of=config.pad_vocab_to_multiple_of,
+    )
+
+
+def _load_data(config: TrainConfig, tokenizer: Tokenizer, max_positions: int | None) -> RunData:
+    options = DataOptions(
+        max_length=config.max_length,
+        format=config.dataset_format,
+        prompt_column=config.prompt_column,
+        completion_column=config.completion_column,
+        completion_only_loss=config.completion_only_loss,
+        assistant_only_loss=config.assistant_only_loss,
+        max_positions=max_positions,
+    )
+    rows: TokenizedRows = load_rows(config.train_files, tokenizer, options)
+    held_out: Sequence[Row] = []
+    training: Sequence[Row] = rows
+    longest = rows.stats.longest
+    if config.eval_files:
+        held_out = of_files = load_rows(config.eval_files, tokenizer, options)
+        longest = max(longest, of_files.stats.longest)
+    elif config.eval_split:
+        keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
+        training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
+    return RunData(train_rows=training, eval_rows=held_out, stats=rows.stats, longest=longest)
+
+
+def _learning_rate(config: TrainConfig, *, total_steps: int) -> Callable[[int], float]:
+    warmup = config.warmup_steps
+    return learning_rate_schedule(
+        config.lr_scheduler_type,
+        learning_rate=config.learning_rate,
+        warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else round(warmup),
+        total_steps=total_steps,
+        kwargs=config.lr_scheduler_kwargs,
+    )
+
+
+def _engine_options(config: TrainConfig, device: torch.device) -> EngineOptions:
+    compiles = config.torch_compile
+    if compiles is None:
+        compiles = device.type == "cuda"
+    return EngineOptions(
+        adamw=AdamWOptions(
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+        ),
+        max_grad_norm=config.max_grad_norm,
+        micro_batch_rows=config.per_device_train_batch_size,
+        micro_batch_tokens=config.micro_batch_tokens,
+        gradient_dtype=config.gradient_dtype,
+        always_with_graph=config.full_determinism,
+        seed=config.seed,
+        allow_nonfinite_blocks=config.allow_nonfinite_blocks,
+        compile_backend=COMPILE_BACKEND if compiles else None,
+        host_threads=None if device.type == "cuda" else os.cpu_count(),
+    )
