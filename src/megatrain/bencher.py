@@ -24,7 +24,7 @@ from megatrain.engine.meter import GpuMeter
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.monitor import write_trace
-from megatrain.placing import RunPlan, check_options_and_memory, plan_run
+from megatrain.placing import Budgets, RunPlan, check_options_and_memory, plan_run
 from megatrain.schedule import Span, occupancy
 
 LEARNING_RATE = 1e-5
@@ -76,8 +76,8 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         compile_backend="inductor" if options.compile and device.type == "cuda" else None,
         length_multiple=options.length,
     )
-    budgets = {"gpu_memory": options.gpu_memory, "host_memory": options.host_memory}
-    check_options_and_memory(model, engine_options, device=device, **budgets)
+    budgets = Budgets(gpu=options.gpu_memory, host=options.host_memory)
+    check_options_and_memory(model, engine_options, device=device, budgets=budgets)
     meter = GpuMeter(device)
     plan = plan_run(
         model,
@@ -87,7 +87,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         num_rows=options.rows,
         longest=options.length,
         place=options.place,
-        **budgets,
+        budgets=budgets,
     )
     say(plan.in_words())
     store = BlockStore.filled(

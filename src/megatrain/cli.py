@@ -52,6 +52,7 @@ def train(
         eval_files=config.eval_files,
         output_dir=config.output_dir,
         overwrite=config.overwrite_output_dir,
+        resume=config.resume_from_checkpoint,
     )
     from megatrain.trainer import Trainer
 

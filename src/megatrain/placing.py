@@ -19,6 +19,18 @@ FRAGMENTED = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Bytes that the process may use."""
+
+    gpu: int | None = None
+    """None for what is free."""
+    host: int | None = None
+    """The same."""
+    checkpoint: int = 0
+    """Of the host's: for checkpoints on their way."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunPlan:
     """How a run is laid out."""
 
@@ -45,18 +57,17 @@ def check_options_and_memory(
     options: EngineOptions,
     *,
     device: torch.device,
-    gpu_memory: int | None,
-    host_memory: int | None,
+    budgets: Budgets,
 ) -> None:
     """Refuse at once what can never fit, wherever its parts are put.
 
     Raises:
         UserError: for options without sense, or too little memory.
     """
-    need = _need(model, options, frozenset())
+    need = _need(model, options, frozenset(), budgets)
     free = free_device_bytes(device)
-    on_device = 0 if free is None else min(free, gpu_memory or free)
-    check_fits(need, budget=host_memory, device_free=free, on_device=on_device)
+    on_device = 0 if free is None else min(free, budgets.gpu or free)
+    check_fits(need, budget=budgets.host, device_free=free, on_device=on_device)
 
 
 def plan_run(
@@ -67,8 +78,7 @@ def plan_run(
     loss: Loss,
     num_rows: int,
     longest: int,
-    gpu_memory: int | None,
-    host_memory: int | None,
+    budgets: Budgets,
     place: str = "auto",
 ) -> RunPlan:
     """Measure a micro-batch, then place state and activations.
@@ -80,8 +90,7 @@ def plan_run(
         loss: of the run.
         num_rows: of a step.
         longest: tokens of the longest row.
-        gpu_memory: bytes that the process may use on the GPU; None for what is free.
-        host_memory: bytes that it may use on the host; None for what is free.
+        budgets: of the process.
         place: auto; host: nothing stays on the GPU; device: all state does.
 
     Raises:
@@ -91,10 +100,10 @@ def plan_run(
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
-        need = _need(model, options, frozenset())
-        check_fits(need, budget=host_memory, device_free=None)
+        need = _need(model, options, frozenset(), budgets)
+        check_fits(need, budget=budgets.host, device_free=None)
         return RunPlan(options=options, programs=programs, need=need, placement=None)
-    limit = min(free, gpu_memory or free) - DEVICE_RESERVE
+    limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
     footprint = measure_footprint(
@@ -107,18 +116,21 @@ def plan_run(
         gradient_dtype=check_options(model, options),
         footprint=footprint,
         budget=int(limit * (1 - FRAGMENTED)),
-        host_budget=available_host_bytes() if host_memory is None else host_memory,
+        host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
     options = replace(options, saved=placement.saved, spill=placement.spill)
-    need = _need(model, options, placement.resident)
-    check_fits(need, budget=host_memory, device_free=free)
+    need = _need(model, options, placement.resident, budgets)
+    check_fits(need, budget=budgets.host, device_free=free)
     return RunPlan(options=options, programs=programs, need=need, placement=placement)
 
 
-def _need(model: BlockModel, options: EngineOptions, resident: frozenset[int]) -> MemoryNeed:
-    return memory_need(
+def _need(
+    model: BlockModel, options: EngineOptions, resident: frozenset[int], budgets: Budgets
+) -> MemoryNeed:
+    need = memory_need(
         [block.layout for block in model.blocks],
         step_plan(model, options, resident=resident),
         gradient_dtype=check_options(model, options),
     )
+    return replace(need, host=need.host | {"checkpoint": budgets.checkpoint})

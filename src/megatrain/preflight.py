@@ -6,7 +6,7 @@ told at once.
 
 import os
 import re
-import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from megatrain.errors import UserError
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """`name` or `owner/name`; anything else can only be a path."""
 
-TRACES_OF_A_RUN = ("log.jsonl", "config.json")
+LOG = "log.jsonl"
+TRACES_OF_A_RUN = (LOG, "config.json")
 
 
 def check_run(
@@ -28,6 +29,7 @@ def check_run(
     eval_files: Sequence[str],
     output_dir: str,
     overwrite: bool,
+    resume: bool | str | None = None,
 ) -> None:
     """Check all paths of a training run.
 
@@ -42,7 +44,10 @@ def check_run(
     if eval_files:
         find_files(eval_files)
     folder, _ = find_gguf(model, gguf_file)
-    check_output(Path(output_dir), model=Path(folder), overwrite=overwrite)
+    output = Path(output_dir)
+    check_output(output, model=Path(folder))
+    if not overwrite:
+        _check_earlier_run(output, resume)
 
 
 def find_gguf(model: str, gguf_file: str | None = None) -> tuple[str, str | None]:
@@ -96,11 +101,41 @@ def _not_there(asked: str, found: str, holds: str) -> UserError:
     return UserError(asked=asked, found=found, change=change)
 
 
-def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
+def _check_earlier_run(output: Path, resume: bool | str | None) -> None:
+    """What is in `output` already must be what the run goes on from, or nothing.
+
+    Raises:
+        UserError: if it is not, or the checkpoint to go on from is not there.
+    """
+    resumes_here = resume is True or resume == "auto"
+    if isinstance(resume, str) and not resumes_here:
+        if not Path(resume).is_dir():
+            raise UserError(
+                asked=f"resume_from_checkpoint: {resume}",
+                found="no such directory",
+                change="give a checkpoint's directory, or auto",
+            )
+        resumes_here = Path(resume).resolve().parent == output.resolve()
+    checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
+    traces = [name for name in TRACES_OF_A_RUN if (output / name).exists()]
+    if resumes_here:  # a run that was killed before its first checkpoint begins again
+        holds = [] if checkpoints else [name for name in traces if name != LOG]
+    else:
+        holds = [*checkpoints[:1], *traces]
+    if holds:
+        raise UserError(
+            asked=f"output_dir: {output}",
+            found=f"an earlier run or model there ({', '.join(holds)})",
+            change="choose another directory, set resume_from_checkpoint: auto to go on from its"
+            " last checkpoint, or overwrite_output_dir: true",
+        )
+
+
+def check_output(output: Path, *, model: Path) -> None:
     """Check that a run may write to `output`.
 
     Raises:
-        UserError: if it is a file, is the model itself, holds a run, or cannot be written.
+        UserError: if it is a file, is the model itself, or cannot be written.
     """
     asked = f"output_dir: {output}"
     if output.exists() and not output.is_dir():
@@ -108,7 +143,7 @@ def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
     if output.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise UserError(
             asked=asked,
-            found="the current directory or one above it, which is replaced as a whole",
+            found="the current directory or one above it",
             change="choose a directory of its own",
         )
     if output.resolve() == model.resolve():
@@ -116,13 +151,6 @@ def check_output(output: Path, *, model: Path, overwrite: bool) -> None:
             asked=asked,
             found="the directory of the model to start from",
             change="choose another directory",
-        )
-    holds = [name for name in TRACES_OF_A_RUN if (output / name).exists()]
-    if holds and not overwrite:
-        raise UserError(
-            asked=asked,
-            found=f"an earlier run or model there ({', '.join(holds)})",
-            change="choose another directory or set overwrite_output_dir: true",
         )
     above = next(path for path in (output, *output.absolute().parents) if path.exists())
     if not above.is_dir():
@@ -151,20 +179,19 @@ def claim_file(key: str, path: Path) -> None:
 
 
 def claim_output(output: Path) -> None:
-    """Create the output directory, and see that what is written beside it first can be.
+    """Create the output directory, and see that files can be written there.
 
     Raises:
         UserError: if the system refuses either.
     """
     output = output.resolve()
-    beside = output.with_name(f".{output.name}.writing")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        beside.mkdir(exist_ok=True)
-        shutil.rmtree(beside)
+        with tempfile.TemporaryFile(dir=output) as file:
+            file.write(b"0")
     except OSError as error:
         raise UserError(
             asked=f"output_dir: {output}",
-            found=f"no way to write there and beside it ({error.strerror})",
+            found=f"no way to write there ({error.strerror})",
             change="choose another directory",
         ) from error

@@ -29,9 +29,6 @@ MODEL_CONFIG = {
 }
 """Of TRL's ModelConfig."""
 
-NOT_AS_TRANSFORMERS_HAS_IT = {"save_strategy", "save_steps"}
-"""Their defaults ask for checkpoints within the run, which would be missed silently."""
-
 
 def training_arguments() -> dict[str, Any]:
     """Fields of transformers' TrainingArguments and their defaults."""
@@ -95,7 +92,12 @@ def training_arguments() -> dict[str, Any]:
         ({"optim": "sgd"}, "the optimizer is AdamW"),
         ({"optim": "adamw_8bit"}, "the optimizer is AdamW.*set it to one of: adamw, adamw_torch"),
         ({"eval_strategy": "epoch"}, "every eval_steps"),
-        ({"save_strategy": "steps"}, "nothing before it"),
+        ({"save_strategy": "best"}, "save_strategy: "),
+        ({"save_steps": 1.5}, "a share is below 1"),
+        ({"save_total_limit": 0}, "greater than or equal to 1"),
+        ({"checkpoint_memory": "1KiB"}, "at least 1MiB"),
+        ({"load_best_model_at_end": True}, "a multiple of eval_steps"),
+        ({"greater_is_better": True}, "the lowest loss is the best"),
         ({"train_sampling_strategy": "sequential"}, "shuffle: false"),
         ({"bf16": True, "dtype": "float32"}, "a contradiction"),
         ({"host_memory": "much"}, "not a size"),
@@ -207,7 +209,7 @@ def test_every_key_of_transformers_and_trl_has_one_verdict(key: str) -> None:
 @pytest.mark.parametrize("key", sorted(training_arguments()))
 def test_what_transformers_does_by_default_is_accepted(key: str) -> None:
     value = training_arguments()[key]
-    if key in TrainConfig.model_fields or key in NOT_AS_TRANSFORMERS_HAS_IT:
+    if key in TrainConfig.model_fields:
         return
     make_config(NEEDED | {key: value if isinstance(value, bool | list) else _plain(value)})
 

@@ -1,5 +1,30 @@
-"""Models on disk."""
+"""Models and training states on disk: whole or not there, written while training goes on."""
 
-from megatrain.checkpoint.export import save_model
+from megatrain.checkpoint.contents import Contents
+from megatrain.checkpoint.directory import Lock, checkpoints, last_whole, remove, remove_remains
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.export import save_model, write_config
+from megatrain.checkpoint.manifest import TrainingState, read_state, verify
+from megatrain.checkpoint.restore import masters_of, restore_state
+from megatrain.checkpoint.snapshot import BufferPool, Snapshot
+from megatrain.checkpoint.writer import CheckpointWriter
 
-__all__ = ["save_model"]
+__all__ = [
+    "BufferPool",
+    "CheckpointWriter",
+    "Contents",
+    "Disk",
+    "Lock",
+    "Snapshot",
+    "TrainingState",
+    "checkpoints",
+    "last_whole",
+    "masters_of",
+    "read_state",
+    "remove",
+    "remove_remains",
+    "restore_state",
+    "save_model",
+    "verify",
+    "write_config",
+]

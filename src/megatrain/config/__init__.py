@@ -7,5 +7,6 @@ notice; every key of TrainingArguments and SFTConfig is honoured, met by design,
 from megatrain.config.documentation import document
 from megatrain.config.options import TrainConfig
 from megatrain.config.read import make_config, parse_overrides, read_config
+from megatrain.config.resuming import changes
 
-__all__ = ["TrainConfig", "document", "make_config", "parse_overrides", "read_config"]
+__all__ = ["TrainConfig", "changes", "document", "make_config", "parse_overrides", "read_config"]

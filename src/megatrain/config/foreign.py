@@ -38,6 +38,7 @@ SYNONYMS = {
     "new_special_tokens": "add_special_tokens",
     "tokens": "add_tokens",
     "make_vocab_size_divisible_by": "pad_vocab_to_multiple_of",
+    "export_dtype": "save_dtype",
 }
 """Names that LLaMA-Factory, Axolotl, older TRL and common scripts use for the same thing."""
 
@@ -105,8 +106,8 @@ _met(
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
     "evaluation keeps sums only, no predictions",
 )
-_met("save_only_model", "the model is what is written", True, False)
-_met("save_strategy", "the final model is always written, nothing before it", "no", False, "end")
+_met("greater_is_better", "the lowest loss is the best", None, False)
+_met("ignore_data_skip", "the position in the data costs nothing to find", False)
 _met("use_cache", "training keeps no cache of keys and values", False)
 _met("use_liger_kernel", "logits are computed in chunks, of supervised tokens only, as it is")
 _met(
@@ -165,20 +166,13 @@ _refused(
 )
 _refused("eval_delay", "evaluation begins before training", 0, 0.0)
 _refused("include_for_metrics batch_eval_metrics", "evaluation takes the loss only", [])
-_refused(
-    "save_steps save_total_limit load_best_model_at_end metric_for_best_model greater_is_better"
-    " enable_jit_checkpoint",
-    "only the final model is written so far",
-)
-_refused(
-    "resume_from_checkpoint ignore_data_skip restore_callback_states_from_checkpoint",
-    "resuming is not there yet",
-)
+_refused("enable_jit_checkpoint", "save_on_signal: true writes a checkpoint when a signal comes")
+_refused("restore_callback_states_from_checkpoint", "callbacks have no state here")
 _refused(
     "push_to_hub hub_token hub_private_repo hub_model_id hub_always_push hub_revision",
-    "upload output_dir with huggingface_hub afterwards",
+    "use megatrain export --push-to-hub afterwards",
 )
-_refused("hub_strategy", "upload output_dir with huggingface_hub afterwards", "every_save")
+_refused("hub_strategy", "use megatrain export --push-to-hub afterwards", "every_save")
 _refused("data_seed", "seed is the key of the order too")
 _refused("use_cpu no_cuda", "use device: cpu")
 _refused("dataloader_drop_last", "the last step of an epoch may be short")

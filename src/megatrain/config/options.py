@@ -43,6 +43,8 @@ OWN_KEYS = frozenset(
         "overwrite_output_dir",
         "save_dtype",
         "max_shard_size",
+        "checkpoint_memory",
+        "save_on_signal",
         "device",
         "host_memory",
         "gpu_memory",
@@ -52,6 +54,7 @@ OWN_KEYS = frozenset(
 )
 """Keys that neither TrainingArguments nor TRL's SFTConfig and ModelConfig have."""
 
+LEAST_CHECKPOINT_MEMORY = 2**20
 
 ATTENTION = ("eager", "sdpa")
 NO_ATTENTION = {
@@ -194,6 +197,41 @@ class TrainConfig(BaseModel):
         "auto", description="dtype of the saved model; auto: the compute dtype."
     )
     max_shard_size: str = Field("5GB", description="Largest weights file.")
+    save_strategy: Literal["steps", "epoch", "no"] = Field(
+        "steps",
+        description="When checkpoints are written: every save_steps, or after each epoch, and in"
+        " both cases after the last step; or never (the final model is written all the same).",
+    )
+    save_steps: float = Field(
+        500.0, gt=0, description="Steps between checkpoints; below 1: a share of all steps."
+    )
+    save_total_limit: int | None = Field(
+        None, ge=1, description="Checkpoints to keep, beside the best one; default: all."
+    )
+    save_only_model: bool = Field(
+        False, description="Checkpoints without training state: a sixth of the size, no resuming."
+    )
+    save_on_signal: Literal["auto"] | bool = Field(
+        "auto",
+        description="Write a checkpoint when SIGTERM or SIGINT ends the run; auto: for SIGTERM only"
+        " if it is written within the 30 s that schedulers commonly leave.",
+    )
+    checkpoint_memory: str | None = Field(
+        None,
+        description="Memory for what is copied and not written yet while training goes on, such as"
+        " 8GiB; default: the state of two blocks.",
+    )
+    resume_from_checkpoint: bool | str | None = Field(
+        None,
+        description="auto: go on from the last whole checkpoint in output_dir, if there is one;"
+        " true: the same, and it must be there; or a checkpoint's directory.",
+    )
+    load_best_model_at_end: bool = Field(
+        False, description="Write the model of the best checkpoint at the end, not the last."
+    )
+    metric_for_best_model: Literal["loss", "eval_loss", "perplexity", "eval_perplexity"] | None = (
+        Field(None, description="What decides which checkpoint is the best; default: loss.")
+    )
     logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
     eval_steps: int | None = Field(
         None, ge=1, description="Evaluate every so many steps, besides before and after training."
@@ -225,14 +263,21 @@ class TrainConfig(BaseModel):
         False, description="Deterministic kernels on the GPU: the same bits in every run."
     )
 
-    @field_validator("max_shard_size", "host_memory", "gpu_memory")
+    @field_validator("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
     @classmethod
     def _is_a_size(cls, value: str | None) -> str | None:
         if value is not None and parse_bytes(value) == 0:
             raise ValueError(f"'{value}' is no room at all")
         return value
 
-    @field_validator("warmup_steps", "eval_split")
+    @field_validator("checkpoint_memory")
+    @classmethod
+    def _holds_a_few_buffers(cls, value: str | None) -> str | None:
+        if value is not None and parse_bytes(value) < LEAST_CHECKPOINT_MEMORY:
+            raise ValueError("at least 1MiB")
+        return value
+
+    @field_validator("warmup_steps", "eval_split", "save_steps")
     @classmethod
     def _is_a_count_or_a_share(cls, value: float) -> float:
         if value > 1 and not value.is_integer():
@@ -287,6 +332,13 @@ class TrainConfig(BaseModel):
             raise ValueError("eval_files and eval_split exclude each other")
         if self.eval_steps is not None and not (self.eval_files or self.eval_split):
             raise ValueError("eval_steps needs eval_files or eval_split")
+        if self.load_best_model_at_end:
+            whole = self.eval_steps is not None and (self.save_steps / self.eval_steps).is_integer()
+            if self.save_strategy != "steps" or not whole:
+                raise ValueError(
+                    "load_best_model_at_end needs save_strategy: steps and a save_steps that is a"
+                    " multiple of eval_steps"
+                )
         if self.gpu_memory is not None and self.device == "cpu":
             raise ValueError("gpu_memory needs a GPU, and device is cpu")
         if self.trace_steps is not None and self.trace is None:

@@ -17,7 +17,7 @@ from megatrain.config.foreign import MET, REFUSED, SYNONYMS
 from megatrain.config.options import TrainConfig
 from megatrain.errors import UserError
 
-SIZES = ("max_shard_size", "host_memory")
+SIZES = ("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
 """Keys whose value may be a plain number of bytes."""
 TOKENS = ("add_tokens", "add_special_tokens")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""
@@ -216,6 +216,8 @@ def _fit_type(name: str, value: Any) -> Any:
         return [value]
     if annotation == dict[str, Any]:
         return _numbers(_pairs(value) if isinstance(value, str) else value)
+    if name == "save_strategy" and value is False:
+        return "no"  # which YAML takes for false
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value

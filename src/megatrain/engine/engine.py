@@ -6,7 +6,7 @@ of step k runs at the start of step k+1, ahead of each block's fetch; `flush()` 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,6 +120,8 @@ class Engine:
         self.skipped_steps = 0
         self.spans: list[Span] | None = None
         """Set to a list to have it filled with when each operation ran."""
+        self.before_update: Callable[[int], None] | None = None
+        """Set to be asked before a block's state is overwritten; updates wait until it returns."""
         self._said: set[str] = set()
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
@@ -185,6 +187,7 @@ class Engine:
             total_weight=weight,
             training=True,
             update=update,
+            before_update=self.before_update,
         )
         self.model.train(True)
         self._run(build_step(plan), state, plan)
@@ -238,6 +241,7 @@ class Engine:
             total_weight=1.0,
             training=True,
             update=self._pending,
+            before_update=self.before_update,
         )
         self._run(build_flush(plan), state, plan)
         self._pending = None

@@ -1,7 +1,7 @@
 """Everything that belongs to one running step, and what an update needs of the step before."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,6 +34,8 @@ class StepState:
     training: bool
     update: PendingUpdate | None
     """For UPDATE operations of this list."""
+    before_update: Callable[[int], None] | None = None
+    """Called with a block that is about to be overwritten; returns when it may be."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, micro-batch) -> the block's input."""

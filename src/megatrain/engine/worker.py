@@ -108,6 +108,8 @@ class Worker:
         block = op.block
         if not self.clip and (not state.loss_is_finite or block in state.nonfinite_blocks):
             return
+        if state.before_update is not None:
+            state.before_update(block)
         self.store.adam_steps[block] += 1
         layout = self.views.layout(block)
         gradients = segment_views(

@@ -77,7 +77,8 @@ class PlacementRule:
         if not tried:
             self._refuse(min(starts, key=lambda placement: placement.device_bytes))
         fit = [placement for placement in tried if self._host_bytes(placement) <= self.host_budget]
-        return min(fit or tried[-1:], key=self.estimated_seconds)
+        # What does not fit is refused later, with what it needs: the least for the host.
+        return min(fit or [min(tried, key=self._host_bytes)], key=self.estimated_seconds)
 
     def _refuse(self, placement: Placement) -> NoReturn:
         raise UserError(

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megatrain.checkpoint import Contents
 from megatrain.config import TrainConfig
+from megatrain.config.options import LEAST_CHECKPOINT_MEMORY
 from megatrain.data import (
     ChosenRows,
     DataOptions,
@@ -28,11 +30,13 @@ from megatrain.data import (
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import EngineOptions, choose_device
 from megatrain.engine.options import AdamWOptions
+from megatrain.memory.store import STATE
+from megatrain.models import BlockModel
 from megatrain.models.hub import ModelFiles, find_model
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.optim import learning_rate_schedule
-from megatrain.placing import check_options_and_memory
+from megatrain.placing import Budgets, check_options_and_memory
 from megatrain.preflight import find_gguf
 from megatrain.units import parse_bytes
 
@@ -63,17 +67,21 @@ class PreparedRun:
     tokenizer: Tokenizer
     blocks: LoadedBlocks
     options: EngineOptions
-    gpu_memory: int | None
-    """Bytes; None for what is free."""
-    host_memory: int | None
+    memory: Budgets
+    contents: Contents | None
+    """Of a checkpoint; None if none is to be written."""
     data: RunData
     sampler: StepSampler
     total_steps: int
     learning_rate: Callable[[int], float]
 
 
-def prepare_run(config: TrainConfig) -> PreparedRun:
+def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedRun:
     """Find, read and check everything that a config names.
+
+    Args:
+        config: what is asked for.
+        fetch_weights: the model's weights are needed; not if a checkpoint takes their place.
 
     Raises:
         UserError: for the first thing that does not fit the rest.
@@ -88,16 +96,11 @@ def prepare_run(config: TrainConfig) -> PreparedRun:
     )
     tokenizer = _load_tokenizer(config, files)
     blocks = _load_blocks(config, files, tokenizer, compute_dtype)
-    if config.model_init == "pretrained":
+    if fetch_weights and config.model_init == "pretrained":
         files.fetch_weights()
     options = _engine_options(config, device)
-    gpu_memory, host_memory = (
-        None if size is None else parse_bytes(size)
-        for size in (config.gpu_memory, config.host_memory)
-    )
-    check_options_and_memory(
-        blocks.model, options, device=device, gpu_memory=gpu_memory, host_memory=host_memory
-    )
+    contents = _contents(config, blocks.model)
+    memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
     _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
     data = _load_data(config, tokenizer, blocks.model.learned_positions)
     sampler = StepSampler(
@@ -116,8 +119,8 @@ def prepare_run(config: TrainConfig) -> PreparedRun:
         blocks=blocks,
         # Quarters of the longest row: at most four lengths to compile for.
         options=replace(options, length_multiple=math.ceil(data.longest / LENGTH_BUCKETS)),
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
+        memory=memory,
+        contents=contents,
         data=data,
         sampler=sampler,
         total_steps=total_steps,
@@ -151,6 +154,37 @@ def _load_blocks(
         num_tokens=num_token_ids(tokenizer),
         multiple_of=config.pad_vocab_to_multiple_of,
     )
+
+
+def _contents(config: TrainConfig, model: BlockModel) -> Contents | None:
+    """Of a checkpoint, in the order in which training overwrites blocks."""
+    if config.save_strategy == "no" and config.save_on_signal is not True:
+        return None
+    order = range(len(model.blocks))
+    return Contents.planned(
+        model,
+        max_shard_bytes=parse_bytes(config.max_shard_size),
+        order=order if config.max_grad_norm > 0 else order[::-1],
+        with_state=not config.save_only_model,
+    )
+
+
+def _checked_memory(
+    config: TrainConfig,
+    model: BlockModel,
+    options: EngineOptions,
+    device: torch.device,
+    *,
+    writes: bool,
+) -> Budgets:
+    sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory)
+    gpu, host, checkpoint = (None if size is None else parse_bytes(size) for size in sizes)
+    if checkpoint is None:
+        of_blocks = (sum(b.layout.nbytes(purpose) for purpose in STATE) for b in model.blocks)
+        checkpoint = max(2 * max(of_blocks), LEAST_CHECKPOINT_MEMORY)
+    budgets = Budgets(gpu=gpu, host=host, checkpoint=checkpoint if writes else 0)
+    check_options_and_memory(model, options, device=device, budgets=budgets)
+    return budgets
 
 
 def _load_data(config: TrainConfig, tokenizer: Tokenizer, max_positions: int | None) -> RunData:

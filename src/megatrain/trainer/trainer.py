@@ -1,6 +1,7 @@
 """The training loop."""
 
 import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint import save_model
+from megatrain.checkpoint import Disk
 from megatrain.config import TrainConfig
 from megatrain.data import Row
 from megatrain.engine import Engine, Loss, StepResult, cross_entropy
@@ -18,12 +19,16 @@ from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport
-from megatrain.monitor import Console, RunLog, write_trace
+from megatrain.monitor import Console, RunLog, finite, write_trace
 from megatrain.placing import RunPlan, plan_run
-from megatrain.preflight import check_run, claim_file, claim_output
+from megatrain.preflight import check_run, claim_file
 from megatrain.schedule import Span, occupancy
+from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
-from megatrain.units import parse_bytes
+from megatrain.trainer.progress import Progress
+from megatrain.trainer.resume import may_resume, resume
+from megatrain.trainer.saving import Saver, SaveSchedule
+from megatrain.trainer.signals import Requests
 
 WARM_UP_STEPS = 2
 """Steps before those that are traced: caches are cold in them."""
@@ -40,13 +45,19 @@ class Trainer:
         config: see `TrainConfig`.
         loss: a loss of your own; see `megatrain.engine.loss.Loss`.
         quiet: print nothing.
+        disk: where checkpoints go; the real one by default.
 
     Raises:
         UserError: for anything that can be known to fail, before memory is allocated.
     """
 
     def __init__(
-        self, config: TrainConfig, *, loss: Loss = cross_entropy, quiet: bool = False
+        self,
+        config: TrainConfig,
+        *,
+        loss: Loss = cross_entropy,
+        quiet: bool = False,
+        disk: Disk | None = None,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"config is a {type(config).__name__}: make it with TrainConfig(...)")
@@ -58,79 +69,108 @@ class Trainer:
             eval_files=config.eval_files,
             output_dir=config.output_dir,
             overwrite=config.overwrite_output_dir,
+            resume=config.resume_from_checkpoint,
         )
         self.config, self.loss, self.quiet = config, loss, quiet
-        self.run = run = prepare_run(config)
+        resumes = may_resume(config)
+        self.run = run = prepare_run(config, fetch_weights=not resumes)
         self.model, self.tokenizer = run.blocks.model, run.tokenizer
-        num_traced = config.trace_steps or TRACE_STEPS
-        first_traced = max(0, min(WARM_UP_STEPS, run.total_steps - num_traced))
-        self.traced = range(first_traced, run.total_steps)[:num_traced]
-        claim_output(Path(config.output_dir))
+        self.notes: list[str] = []
+        self.output = OutputDirectory(Path(config.output_dir).resolve(), disk or Disk())
         if config.trace is not None:
             claim_file("trace", Path(config.trace))
+        self.resumed = resume(config, run, self.notes.append) if resumes else None
+        self.stopped_by: signal.Signals | None = None
+        self.progress = Progress()
+        if self.resumed is not None:
+            state = self.resumed.state
+            self.progress = Progress.after(state.trainer_state, state.tokens_seen)
+        first = self.progress.step
+        room = self.output.check_room(
+            config, run.contents, SaveSchedule.of(config, run).count(first)
+        )
+        self.notes += [room] if room else []
+        num_traced = config.trace_steps or TRACE_STEPS
+        first_traced = max(first, min(first + WARM_UP_STEPS, run.total_steps - num_traced))
+        self.traced = range(first_traced, run.total_steps)[:num_traced]
 
     def _plan(self) -> RunPlan:
+        run = self.run
         return plan_run(
             self.model,
-            self.run.options,
-            device=self.run.device,
+            run.options,
+            device=run.device,
             loss=self.loss,
-            num_rows=self.run.sampler.rows_per_step,
-            longest=self.run.data.longest,
-            gpu_memory=self.run.gpu_memory,
-            host_memory=self.run.host_memory,
+            num_rows=run.sampler.rows_per_step,
+            longest=run.data.longest,
+            budgets=run.memory,
         )
 
     def train(self) -> EvalResult | None:
-        """Run all steps, evaluate, write the model.
+        """Run all steps, evaluate, write checkpoints and the model.
 
         Returns:
-            The evaluation after training, if there is held-out data.
+            The last evaluation, if there is held-out data.
+
+        Raises:
+            SystemExit: with 128 + the signal's number, if one has ended the run.
         """
-        config, output = self.config, Path(self.config.output_dir).resolve()
+        config, run = self.config, self.run
         if config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        log = RunLog(output)
-        with Console(self.run.total_steps, quiet=self.quiet) as console:
+        with (
+            self.output as output,
+            Console(run.total_steps, quiet=self.quiet) as console,
+            Requests(output.path) as requests,
+        ):
             plan = self._plan()
-            console.note(self._summary(plan))
             store = self._load_weights(console, plan.resident)
-            engine = Engine(
-                self.model,
-                store,
-                plan.options,
-                device=self.run.device,
-                loss=self.loss,
-                programs=plan.programs,
-            )
-            result = self._evaluate(engine, log, console, step=0)
-            self._loop(engine, log, console)
-            result = self._evaluate(engine, log, console, step=self.run.total_steps)
-            engine.flush()
-            save_dtype = (
-                self.run.compute_dtype if config.save_dtype == "auto" else config.save_dtype
-            )
-            save_model(
-                self.model,
-                store.masters,
-                output,
-                dtype=save_dtype,
-                max_shard_bytes=parse_bytes(config.max_shard_size),
-                tokenizer=self.tokenizer,
-            )
-            console.note(f"model written to {config.output_dir}")
+            engine = self._engine(plan, store)
+            writer = output.writer(config, run, store)
+            saver = Saver(config=config, run=run, writer=writer, engine=engine, note=console.note)
+            console.note(self._summary(plan, saver))
+            if self.resumed is None:
+                output.remove_earlier_run(console.note)
+            try:
+                result = self._loop(engine, saver, requests, console)
+            finally:
+                saver.wait()  # what it copies from must stay
+            if self.stopped_by is None:
+                saver.finish(self.progress)
+                engine.flush()
+                console.note(output.save_model(config, run, store, self.progress))
             engine.close()
+            if writer is not None:
+                writer.pool.close()
             store.close()
+        if self.stopped_by is not None:
+            raise SystemExit(128 + self.stopped_by)
         return result
 
-    def _summary(self, plan: RunPlan) -> str:
+    def _engine(self, plan: RunPlan, store: BlockStore) -> Engine:
+        engine = Engine(
+            self.model,
+            store,
+            plan.options,
+            device=self.run.device,
+            loss=self.loss,
+            programs=plan.programs,
+        )
+        if self.resumed is not None:
+            engine.steps_done = self.resumed.state.step
+            engine.skipped_steps = self.resumed.state.skipped_steps
+        return engine
+
+    def _summary(self, plan: RunPlan, saver: Saver) -> str:
         run, data = self.run, self.run.data
         lines = [
+            *self.notes,
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
             f" {run.compute_dtype} on {run.device.type}; {plan.in_words()}",
             f"{len(data.train_rows)} rows to train on, {len(data.eval_rows)} held out; files:"
             f" {data.stats.in_words()}; {run.total_steps} steps",
+            saver.in_words(),
             run.blocks.grown,
         ]
         positions = self.model.max_positions
@@ -143,6 +183,8 @@ class Trainer:
 
     def _load_weights(self, console: Console, resident: frozenset[int]) -> BlockStore:
         config, model = self.config, self.model
+        if self.resumed is not None:
+            return self.resumed.load(self.run, resident=resident)
         report = LoadReport()
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
@@ -156,43 +198,67 @@ class Trainer:
             console.note(f"in the checkpoint, not in the model: {', '.join(report.unexpected)}")
         return store
 
-    def _loop(self, engine: Engine, log: RunLog, console: Console) -> None:
-        config, run, tokens_seen, skipped_in_a_row = self.config, self.run, 0, 0
-        started = last = time.perf_counter()
-        tokens_since, spans = 0, list[Span]()
-        for step in range(run.total_steps):
+    def _loop(
+        self, engine: Engine, saver: Saver, requests: Requests, console: Console
+    ) -> EvalResult | None:
+        config, run, progress = self.config, self.run, self.progress
+        first, log = progress.step, self._log(console)
+        result = None if first else self._evaluate(engine, log, console)
+        meter, skipped_in_a_row, spans = _Meter(first), 0, list[Span]()
+        for step in range(first, run.total_steps):
             rows = [run.data.train_rows[i] for i in run.sampler.row_indices(step)]
             rate = run.learning_rate(step)
+            saver.before_step()
             # Of steps alone: an evaluation between two of them is none of their time.
             engine.spans = spans if config.trace and step in self.traced else None
-            result = _step(engine, rows, rate, step)
+            done = _step(engine, rows, rate, step)
             engine.spans = None
             for notice in engine.take_notices():
                 console.note(notice)
             if spans and step == self.traced[-1]:
                 self._write_trace(spans, console)
-            tokens_seen += result.real_tokens
-            tokens_since += result.real_tokens
-            skipped_in_a_row = skipped_in_a_row + 1 if result.skipped else 0
-            if skipped_in_a_row >= MAX_SKIPPED_STEPS:
-                raise UserError(
-                    asked=f"train to step {run.total_steps}",
-                    found=f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}",
-                    change="lower the learning rate or look at the data",
-                )
-            done = step + 1
-            if done % config.logging_steps == 0 or done == run.total_steps:
-                now = time.perf_counter()
-                row = _log_row(result, done, rate, done / run.sampler.steps_per_epoch)
-                row["tokens_per_second"] = tokens_since / (now - last)
-                row["num_input_tokens_seen"] = tokens_seen
-                log.write(row)
-                left = (now - started) / done * (run.total_steps - done)
-                console.step(row, seconds_left=left)
-                last, tokens_since = now, 0
-            if config.eval_steps and done % config.eval_steps == 0 and done < run.total_steps:
-                self._evaluate(engine, log, console, step=done)
-                last = time.perf_counter()
+            progress.step = step + 1
+            progress.tokens_seen += done.real_tokens
+            meter.tokens += done.real_tokens
+            skipped_in_a_row = skipped_in_a_row + 1 if done.skipped else 0
+            _check_not_lost(skipped_in_a_row, progress.step, run.total_steps)
+            last = progress.step == run.total_steps
+            if last or progress.step % config.logging_steps == 0:
+                self._log_step(done, rate, meter, log, console)
+            if last or (config.eval_steps and progress.step % config.eval_steps == 0):
+                result = self._evaluate(engine, log, console)
+                if result is not None and saver.schedule.due(progress.step):
+                    progress.judge(result, config.metric_for_best_model)
+                meter.restart()
+            saver.after_step(progress, asked=requests.take_save())
+            if requests.stop is not None and not last:
+                self.stopped_by = requests.stop
+                saver.stop(progress, requests.stop)
+                break
+        return result
+
+    def _log(self, console: Console) -> RunLog:
+        """Of this run alone; what a resumed run does again is not in it twice."""
+        path, resumed = self.output.path, self.resumed
+        continues = resumed is not None and resumed.folder.resolve().parent == path
+        after_step = self.progress.step if continues else None
+        return RunLog(path, after_step=after_step, note=console.note)
+
+    def _log_step(
+        self, result: StepResult, rate: float, meter: "_Meter", log: RunLog, console: Console
+    ) -> None:
+        progress = self.progress
+        epoch = progress.step / self.run.sampler.steps_per_epoch
+        row = _log_row(result, progress.step, rate, epoch)
+        row["tokens_per_second"] = meter.tokens_per_second()
+        row["num_input_tokens_seen"] = progress.tokens_seen
+        self._record(row, log)
+        console.step(row, seconds_left=meter.seconds_left(progress.step, self.run.total_steps))
+
+    def _record(self, row: dict[str, Any], log: RunLog) -> None:
+        clean = {key: finite(value) for key, value in row.items()}
+        self.progress.log_history.append(clean)
+        log.write(clean)
 
     def _write_trace(self, spans: Sequence[Span], console: Console) -> None:
         assert self.config.trace is not None
@@ -201,20 +267,54 @@ class Trainer:
         busy = ", ".join(f"{lane} {share:.0%}" for lane, share in occupancy(spans).items())
         console.note(f"trace of {len(self.traced)} steps in {path}; lanes busy: {busy}")
 
-    def _evaluate(
-        self, engine: Engine, log: RunLog, console: Console, *, step: int
-    ) -> EvalResult | None:
+    def _evaluate(self, engine: Engine, log: RunLog, console: Console) -> EvalResult | None:
         if not self.run.data.eval_rows:
             return None
-        result = evaluate_rows(
-            engine, self.run.data.eval_rows, self.config.per_device_eval_batch_size
-        )
-        log.write({"step": step, "eval_loss": result.loss, "eval_perplexity": result.perplexity})
+        step, size = self.progress.step, self.config.per_device_eval_batch_size
+        result = evaluate_rows(engine, self.run.data.eval_rows, size)
+        row = {"step": step, "eval_loss": result.loss, "eval_perplexity": result.perplexity}
+        self._record(row, log)
         console.note(
             f"held-out after step {step}: loss {result.loss:.4f},"
             f" perplexity {result.perplexity:.3f}"
         )
         return result
+
+
+class _Meter:
+    """Tokens a second since the last row, and how long the rest takes.
+
+    Args:
+        first: the step before this process's first.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first, self._began = first, time.perf_counter()
+        self.tokens, self._since = 0, self._began
+
+    def restart(self) -> None:
+        """Leave out what was no training."""
+        self.tokens, self._since = 0, time.perf_counter()
+
+    def tokens_per_second(self) -> float:
+        """Since it was asked last."""
+        rate = self.tokens / (time.perf_counter() - self._since)
+        self.restart()
+        return rate
+
+    def seconds_left(self, step: int, total_steps: int) -> float:
+        """At the pace of this process so far."""
+        seconds = time.perf_counter() - self._began
+        return seconds / (step - self._first) * (total_steps - step)
+
+
+def _check_not_lost(skipped_in_a_row: int, step: int, total_steps: int) -> None:
+    if skipped_in_a_row >= MAX_SKIPPED_STEPS:
+        raise UserError(
+            asked=f"train to step {total_steps}",
+            found=f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}",
+            change="lower the learning rate or look at the data",
+        )
 
 
 def _step(engine: Engine, rows: Sequence[Row], rate: float, step: int) -> StepResult:

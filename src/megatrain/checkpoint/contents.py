@@ -1,0 +1,156 @@
+"""Which tensors stand in which file of a model directory or checkpoint, and in what order.
+
+A weight is stored once: in the model's own files, under the names that checkpoints of its kind
+have.  What completes it for training (the residual that makes it an fp32 master, and the moments)
+is in one file a block, under the parameter's name in the model.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+import torch
+from torch import Tensor
+
+from megatrain.checkpoint.tensors import FilePlan, Shards, TensorSpec, bytes_of, index_of
+from megatrain.layout import Purpose
+from megatrain.memory import BlockStore
+from megatrain.memory.store import DTYPES, param_views
+from megatrain.models import BlockModel
+from megatrain.models.weights import checkpoint_tensors, persistent_buffers
+
+STATE_FOLDER = "training_state"
+STATE_PURPOSES = (Purpose.EXP_AVG, Purpose.EXP_AVG_SQ, Purpose.RESIDUAL)
+"""fp32 first, then int16: so each tensor is aligned."""
+
+Piece = tuple[str, Tensor]
+"""A file's path in the directory, and the next bytes of it (flat uint8)."""
+Read = Callable[[int], dict[str, Tensor]]
+"""A block's weights by the parameters' full names."""
+
+
+def state_file(block: int) -> str:
+    """Where a block's residuals and moments are."""
+    return str(PurePosixPath(STATE_FOLDER) / f"block-{block:05d}.safetensors")
+
+
+def state_name(purpose: Purpose, name: str) -> str:
+    """A state tensor's name in its file."""
+    return f"{purpose.value}.{name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """The tensor files of a directory.
+
+    `pieces` gives their bytes block by block; nothing is read before its block's turn.
+    """
+
+    model: BlockModel
+    order: tuple[int, ...]
+    """Every block, as they are written."""
+    model_files: dict[str, FilePlan]
+    state_files: dict[str, FilePlan]
+
+    @classmethod
+    def planned(
+        cls,
+        model: BlockModel,
+        *,
+        max_shard_bytes: int,
+        dtype: torch.dtype | None = None,
+        order: Sequence[int] | None = None,
+        with_state: bool = False,
+    ) -> "Contents":
+        """Count files and bytes.
+
+        Args:
+            model: its blocks; their parameters may be on meta.
+            max_shard_bytes: size limit of a file of weights.
+            dtype: of the weights; None leaves each in its compute dtype.
+            order: of the blocks; first to last by default.
+            with_state: residuals and moments too.
+        """
+        chosen = tuple(range(len(model.blocks)) if order is None else order)
+        shards = Shards(max_bytes=max_shard_bytes)
+        for block in chosen:
+            layout = model.blocks[block].layout
+            on_meta = {
+                param.name: torch.empty(
+                    param.shape, dtype=dtype or DTYPES[segment.dtype], device="meta"
+                )
+                for segment in layout.segments
+                for param in segment.params
+            }
+            for name, tensor in checkpoint_tensors(model, on_meta).items():
+                shards.add(TensorSpec.of(name, tensor))
+        for name, buffer in persistent_buffers(model).items():
+            shards.add(TensorSpec.of(name, buffer))
+        states = {state_file(block): _state_plan(model, block) for block in chosen}
+        return cls(
+            model=model,
+            order=chosen,
+            model_files=shards.plans(),
+            state_files={p: f for p, f in states.items() if f.tensors and with_state},
+        )
+
+    @property
+    def files(self) -> dict[str, FilePlan]:
+        return self.model_files | self.state_files
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensor files; those beside them are small."""
+        return sum(plan.nbytes for plan in self.files.values())
+
+    @property
+    def index(self) -> bytes | None:
+        """The text of the index, if there are several files of weights."""
+        return index_of(self.model_files) if len(self.model_files) > 1 else None
+
+    def pieces(self, weights: Read, store: BlockStore | None = None) -> Iterator[tuple[int, Piece]]:
+        """(block, piece) in the order of writing; the buffers follow under block -1.
+
+        Args:
+            weights: of a block, in the dtypes that were planned.
+            store: where residuals and moments are, if they were planned.
+        """
+        planned = {path: iter(plan.tensors) for path, plan in self.files.items()}
+        place = {s.name: path for path, plan in self.model_files.items() for s in plan.tensors}
+
+        def checked(path: str, name: str, tensor: Tensor) -> Piece:
+            assert next(planned[path]) == TensorSpec.of(name, tensor), "not as it was planned"
+            return path, bytes_of(tensor)
+
+        for block in self.order:
+            tensors = checkpoint_tensors(self.model, weights(block))
+            for name in list(tensors):
+                yield block, checked(place[name], name, tensors.pop(name))
+            if store is not None and state_file(block) in self.state_files:
+                for name, tensor in _state_tensors(store, block):
+                    yield block, checked(state_file(block), name, tensor)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield -1, checked(place[name], name, buffer.cpu())
+
+
+def _state_plan(model: BlockModel, block: int) -> FilePlan:
+    layout = model.blocks[block].layout
+    specs = []
+    for purpose in STATE_PURPOSES:
+        for region in layout.regions(purpose):
+            specs += [
+                TensorSpec(
+                    name=state_name(purpose, param.name),
+                    dtype=DTYPES[region.dtype],
+                    shape=param.shape,
+                )
+                for param in layout.segments[region.segment].params
+            ]
+    return FilePlan(tensors=tuple(specs))
+
+
+def _state_tensors(store: BlockStore, block: int) -> Iterable[tuple[str, Tensor]]:
+    layout = store.layouts[block]
+    for purpose in STATE_PURPOSES:
+        for name, tensor in param_views(layout, store.segments(block, purpose)).items():
+            yield state_name(purpose, name), tensor

@@ -1,0 +1,140 @@
+"""The checkpoints in an output directory: names, one owner, nothing half-written or half-removed.
+
+What is being written is `.checkpoint-N.writing`, what is being removed `.checkpoint-N.removing`;
+both are remains of a run that was killed when another one takes the directory over.
+"""
+
+import errno
+import fcntl
+import os
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from megatrain.checkpoint.contents import STATE_FOLDER
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.manifest import MANIFEST, STATE, verify
+from megatrain.errors import UserError
+
+NAME = re.compile(r"checkpoint-(\d+)")
+REMAINS = re.compile(r"\.(checkpoint-\d+|model)\.(writing|removing)")
+LOCK = ".lock"
+
+
+def checkpoints(output: Path) -> dict[int, Path]:
+    """Finished checkpoints by step, ascending."""
+    if not output.is_dir():
+        return {}
+    found = {
+        int(match[1]): path
+        for path in output.iterdir()
+        if (match := NAME.fullmatch(path.name)) and (path / MANIFEST).is_file()
+    }
+    return dict(sorted(found.items()))
+
+
+class Lock:
+    """Makes this process the only one that writes in a directory; a killed one loses it.
+
+    Held until `release`, or until nobody holds this object.
+
+    Raises:
+        UserError: if another process has it.
+    """
+
+    def __init__(self, output: Path) -> None:
+        descriptor = os.open(output / LOCK, os.O_CREAT | os.O_WRONLY)
+        self.release = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.release()
+            raise UserError(
+                asked=f"output_dir: {output}",
+                found="another run that is writing there",
+                change="wait for it, stop it, or choose another directory",
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise  # else a file system without locks: nobody can be kept out
+
+
+def remove_remains(output: Path, disk: Disk) -> None:
+    """Remove what a killed run was writing or removing; the directory must be locked."""
+    for path in sorted(output.iterdir()):
+        if REMAINS.fullmatch(path.name):
+            disk.remove(path)
+
+
+def last_whole(output: Path, note: Callable[[str], None]) -> Path | None:
+    """The latest checkpoint that can be resumed from and is undamaged.
+
+    Args:
+        output: of the run.
+        note: told of each that is passed over, and why.
+
+    Raises:
+        UserError: if there are checkpoints and none can be used.
+    """
+    found = [path for path in checkpoints(output).values() if (path / STATE).is_file()]
+    last: UserError | None = None
+    for path in reversed(found):
+        try:
+            verify(path)
+        except UserError as error:
+            last = error
+            note(f"{path.name} is passed over: {error.found}")
+        else:
+            return path
+    if last is not None:
+        raise last
+    return None
+
+
+def begin(output: Path, step: int, disk: Disk) -> Path:
+    """An empty directory in which a checkpoint is written."""
+    folder = output / f".checkpoint-{step}.writing"
+    disk.remove(folder)
+    disk.make_directory(folder / STATE_FOLDER)
+    return folder
+
+
+def publish(folder: Path, output: Path, step: int, disk: Disk) -> Path:
+    """Give a written checkpoint its name; everything in it is on the disk already."""
+    final = output / f"checkpoint-{step}"
+    disk.sync_directory(folder / STATE_FOLDER)
+    disk.sync_directory(folder)
+    doomed = output / f".checkpoint-{step}.removing"
+    if final.exists():  # one that was damaged, or of a later part of a run that went back
+        disk.remove(doomed)
+        disk.rename(final, doomed)
+    disk.rename(folder, final)
+    disk.sync_directory(output)
+    disk.remove(doomed)
+    return final
+
+
+def remove(path: Path, disk: Disk) -> None:
+    """Remove a checkpoint; at no time is there a part of it under its name."""
+    doomed = path.with_name(f".{path.name}.removing")
+    disk.remove(doomed)
+    disk.rename(path, doomed)
+    disk.sync_directory(path.parent)
+    disk.remove(doomed)
+
+
+def rotate(output: Path, disk: Disk, *, limit: int | None, keep: Path | None) -> list[Path]:
+    """Remove the oldest checkpoints beyond `limit`, never `keep` (the best one) nor the last.
+
+    Returns:
+        What was removed.
+    """
+    found = list(checkpoints(output).values())
+    if limit is None or len(found) <= limit:
+        return []
+    removable = [path for path in found[:-1] if keep is None or path.name != keep.name]
+    removed = removable[: len(found) - limit]
+    for path in removed:
+        remove(path, disk)
+    return removed

@@ -1,0 +1,156 @@
+"""The state of all blocks at one moment, written while training goes on.
+
+One thread copies blocks, in the order in which training will overwrite them, into a pool of small
+buffers; another writes the buffers.  An update of a block that is not copied yet waits (`guard`).
+So the pool is the only extra memory, and training loses
+
+    max(0, bytes / disk rate - time until blocks are overwritten - pool / disk rate)
+
+seconds.  Whatever goes wrong, no update waits for ever and no other checkpoint is touched.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatrain.checkpoint.contents import Contents, Read
+from megatrain.checkpoint.tensors import TensorFiles, data_of
+from megatrain.memory import BlockStore, HostSlab
+
+LARGEST_BUFFER = 2**25
+
+
+class BufferPool:
+    """Host memory for what is copied and not written yet.
+
+    Args:
+        nbytes: in all; allocated at once.
+        pin: page-locked, for what is copied from a GPU.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        size = HostSlab.rounded(max(1, min(LARGEST_BUFFER, nbytes // 8)))
+        count = max(2, nbytes // size)
+        self.slab = HostSlab(size * count, pin=pin)
+        self.nbytes, self.buffer_bytes = size * count, size
+        self.free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        for _ in range(count):
+            self.free.put(self.slab.take(size))
+
+    def close(self) -> None:
+        """Give back page-locked memory."""
+        self.slab.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """How a snapshot went."""
+
+    seconds: float
+    """From its moment until it had its name."""
+    nbytes: int
+    waited_s: float
+    """Training stood still for it."""
+
+
+class Snapshot:
+    """Copies and writes; made at the moment whose state it is.
+
+    Args:
+        contents: what to write, in the order of overwriting.
+        weights: of a block, on the host.
+        store: where its state is; nothing may be pending or on its way.
+        files: where the tensors go.
+        pool: its buffers.
+        complete: run in the writing thread after the last tensor: small files, the name.
+    """
+
+    def __init__(
+        self,
+        *,
+        contents: Contents,
+        weights: Read,
+        store: BlockStore,
+        files: TensorFiles,
+        pool: BufferPool,
+        complete: Callable[[], None],
+    ) -> None:
+        self._contents, self._files, self._pool = contents, files, pool
+        self._pieces = contents.pieces(weights, store)
+        self._complete = complete
+        self._full: queue.SimpleQueue[tuple[str, Tensor, int] | None] = queue.SimpleQueue()
+        self._copied = {block: threading.Event() for block in contents.order}
+        self._ended = threading.Event()
+        self._began = time.perf_counter()
+        self._waited_s = 0.0
+        self._seconds = 0.0
+        self.error: BaseException | None = None
+        """Why it failed, once it has."""
+        for work in (self._copy, self._write):
+            threading.Thread(target=work, name="megatrain-checkpoint", daemon=True).start()
+
+    def guard(self, block: int) -> None:
+        """Return when the block may be overwritten; called from the lane that will."""
+        if not self._copied[block].is_set():
+            began = time.perf_counter()
+            self._copied[block].wait()
+            self._waited_s += time.perf_counter() - began
+
+    @property
+    def ended(self) -> bool:
+        return self._ended.is_set()
+
+    def join(self) -> None:
+        """Return when it has its name, or has failed (`error`)."""
+        self._ended.wait()
+
+    @property
+    def written(self) -> Written:
+        """How it went, once it has ended well."""
+        assert self.ended and self.error is None
+        return Written(seconds=self._seconds, nbytes=self._contents.nbytes, waited_s=self._waited_s)
+
+    def _copy(self) -> None:
+        try:
+            last = None
+            for block, (path, data) in self._pieces:
+                if last is not None and block != last:
+                    self._copied[last].set()
+                last = block if block in self._copied else None
+                for part in data.split(self._pool.buffer_bytes):
+                    buffer = self._pool.free.get()
+                    if self.error is not None:
+                        self._pool.free.put(buffer)
+                        return
+                    buffer[: part.numel()].copy_(part)
+                    self._full.put((path, buffer, part.numel()))
+        except BaseException as error:  # noqa: BLE001  told to whoever waits
+            self.error = self.error or error
+        finally:
+            for event in self._copied.values():
+                event.set()
+            self._full.put(None)
+
+    def _write(self) -> None:
+        try:
+            while (item := self._full.get()) is not None:
+                path, buffer, nbytes = item
+                try:
+                    if self.error is None:
+                        self._files.write(path, data_of(buffer[:nbytes]))
+                except BaseException as error:  # noqa: BLE001  told to whoever waits
+                    self.error = error
+                finally:
+                    self._pool.free.put(buffer)
+            if self.error is None:
+                self._complete()
+        except BaseException as error:  # noqa: BLE001  told to whoever waits
+            self.error = self.error or error
+        finally:
+            self._files.abandon()
+            self._seconds = time.perf_counter() - self._began
+            self._ended.set()

@@ -1,0 +1,107 @@
+"""From a run's state to `checkpoint-N`: starts a snapshot and, when it is written, gives it a name.
+
+The directory is a Hugging Face model with the training state in a folder of its own.
+"""
+
+import errno
+import json
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import yaml
+from torch import Tensor
+
+from megatrain.checkpoint.contents import STATE_FOLDER, Contents
+from megatrain.checkpoint.directory import begin, publish, rotate
+from megatrain.checkpoint.disk import Disk
+from megatrain.checkpoint.export import adopt_small_files, write_small_files
+from megatrain.checkpoint.manifest import TrainingState, write_manifest, write_state
+from megatrain.checkpoint.snapshot import BufferPool, Snapshot
+from megatrain.checkpoint.tensors import TensorFiles
+from megatrain.data.tokenizer import Tokenizer
+from megatrain.memory import BlockStore
+from megatrain.memory.store import DTYPES
+from megatrain.models import BlockModel
+
+CONFIG = f"{STATE_FOLDER}/config.yaml"
+TRAINER_STATE = "trainer_state.json"
+SMALL_FILES_BYTES = 2**26
+"""Room for config, tokenizer and the like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWriter:
+    """Writes checkpoints of one run; one at a time."""
+
+    model: BlockModel
+    store: BlockStore
+    contents: Contents
+    """What is overwritten first stands first."""
+    output: Path
+    tokenizer: Tokenizer
+    pool: BufferPool
+    limit: int | None
+    """Checkpoints that are kept."""
+    disk: Disk
+
+    @property
+    def nbytes(self) -> int:
+        """Of one checkpoint on the disk."""
+        return self.contents.nbytes + SMALL_FILES_BYTES
+
+    def start(self, state: TrainingState, *, best: Path | None) -> Snapshot:
+        """Write the state as it is now; nothing may be pending.
+
+        Args:
+            state: the run's numbers.
+            best: a checkpoint that is not to be removed.
+
+        Raises:
+            OSError: if there is no room or no way to write.
+        """
+        self.disk.make_directory(self.output)  # somebody may have removed it
+        free = self.disk.free_bytes(self.output)
+        if free < self.nbytes:
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free} of {self.nbytes} bytes free"
+            )
+        folder = begin(self.output, state.step, self.disk)
+        write_small_files(
+            self.model,
+            folder,
+            dtype=DTYPES[state.compute_dtype],
+            tokenizer=self.tokenizer,
+            contents=self.contents,
+        )
+        (folder / CONFIG).write_text(yaml.safe_dump(state.config, sort_keys=False))
+        text = json.dumps(state.trainer_state, indent=2, sort_keys=True) + "\n"
+        (folder / TRAINER_STATE).write_text(text)
+        files = TensorFiles(self.disk, folder, self.contents.files)
+        return Snapshot(
+            contents=self.contents,
+            weights=self._weights,
+            store=self.store,
+            files=files,
+            pool=self.pool,
+            complete=partial(self._complete, folder, files, state, best),
+        )
+
+    def _weights(self, block: int) -> dict[str, Tensor]:
+        """On the host; what is converted for the file must not take room on the GPU."""
+        weights = self.store.weights(block)
+        if block in self.store.resident:
+            return {name: tensor.cpu() for name, tensor in weights.items()}
+        return weights
+
+    def _complete(
+        self, folder: Path, files: TensorFiles, state: TrainingState, best: Path | None
+    ) -> None:
+        known = dict(files.records)
+        if self.contents.state_files:
+            write_state(self.disk, folder, state)
+        records = adopt_small_files(self.disk, folder, known)
+        write_manifest(self.disk, folder, records)
+        publish(folder, self.output, state.step, self.disk)
+        rotate(self.output, self.disk, limit=self.limit, keep=best)

@@ -1,0 +1,93 @@
+"""Which options may change between a checkpoint and the run that goes on from it.
+
+Promise: every key of the config is in one of three sets; a change is free, told, or refused,
+never ignored.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatrain.config.options import TrainConfig
+
+FREE = frozenset(
+    {
+        "cache_dir",
+        "model_init",  # weights come from the checkpoint
+        "dtype",  # what auto means is compared instead
+        "device",
+        "eval_files",
+        "per_device_eval_batch_size",
+        "output_dir",
+        "overwrite_output_dir",
+        "save_dtype",
+        "max_shard_size",
+        "save_strategy",
+        "save_steps",
+        "save_total_limit",
+        "save_only_model",
+        "save_on_signal",
+        "checkpoint_memory",
+        "resume_from_checkpoint",
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "logging_steps",
+        "eval_steps",
+        "host_memory",
+        "gpu_memory",
+        "trace",
+        "trace_steps",
+        "allow_nonfinite_blocks",
+    }
+)
+"""Changes no number of the training."""
+TOLD = frozenset(
+    {
+        # Compared by what is in them:
+        "model_name_or_path",
+        "model_revision",
+        "gguf_file",
+        "tokenizer_name",
+        "train_files",
+        # The same rows a step, else another sum:
+        "per_device_train_batch_size",
+        "gradient_accumulation_steps",
+        "micro_batch_tokens",
+        "attn_implementation",
+        "torch_compile",
+        "full_determinism",
+        # From here on another training:
+        "num_train_epochs",
+        "max_steps",
+        "learning_rate",
+        "lr_scheduler_type",
+        "lr_scheduler_kwargs",
+        "warmup_steps",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "max_grad_norm",
+        "gradient_dtype",
+    }
+)
+"""May be changed on purpose; the change is told."""
+REFUSED = frozenset(TrainConfig.model_fields) - FREE - TOLD
+"""Makes another model or other rows: a position in the data would mean nothing."""
+
+
+def changes(before: Mapping[str, Any], now: TrainConfig) -> tuple[list[str], list[str]]:
+    """(refused, told) differences in words, such as `seed: 1, was 2`.
+
+    Args:
+        before: the config in the checkpoint; a key that it lacks had its default.
+        now: of this run.
+    """
+    refused: list[str] = []
+    told: list[str] = []
+    for name, info in TrainConfig.model_fields.items():
+        default = None if info.is_required() else info.get_default(call_default_factory=True)
+        was, value = before.get(name, default), getattr(now, name)
+        if name in FREE or was == value:
+            continue
+        (told if name in TOLD else refused).append(f"{name}: {value}, was {was}")
+    return refused, told

@@ -1,0 +1,128 @@
+"""The output directory of a run: claimed, locked, with room for what will be written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from megatrain.checkpoint import (
+    BufferPool,
+    CheckpointWriter,
+    Contents,
+    Disk,
+    Lock,
+    checkpoints,
+    masters_of,
+    remove,
+    remove_remains,
+    save_model,
+)
+from megatrain.checkpoint.contents import Read
+from megatrain.checkpoint.writer import SMALL_FILES_BYTES
+from megatrain.config import TrainConfig
+from megatrain.errors import UserError
+from megatrain.memory import BlockStore
+from megatrain.preflight import claim_output
+from megatrain.trainer.prepare import PreparedRun
+from megatrain.trainer.progress import Progress
+from megatrain.units import format_bytes, parse_bytes
+
+
+class OutputDirectory:
+    """Owned by this process from when it is made until it is left as a context manager.
+
+    Raises:
+        UserError: if it cannot be written, or another run writes there.
+    """
+
+    def __init__(self, path: Path, disk: Disk) -> None:
+        self.path, self.disk = path.resolve(), disk
+        claim_output(self.path)
+        self._lock = Lock(self.path)
+        remove_remains(self.path, disk)
+
+    def __enter__(self) -> "OutputDirectory":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    def check_room(self, config: TrainConfig, contents: Contents | None, count: int) -> str:
+        """See that there is room for two checkpoints: the new one is whole before one is removed.
+
+        Args:
+            config: of the run.
+            contents: of a checkpoint.
+            count: checkpoints yet to be written.
+
+        Returns:
+            A warning if those that are to be kept will not fit; else nothing.
+
+        Raises:
+            UserError: if not even the first two fit.
+        """
+        if contents is None or not count:
+            return ""
+        one = contents.nbytes + SMALL_FILES_BYTES
+        free = self.disk.free_bytes(self.path)
+        if free < one * min(count, 2):
+            raise UserError(
+                asked=f"checkpoints of {format_bytes(one)} in {self.path}",
+                found=f"{format_bytes(free)} free, and room for {min(count, 2)} is needed",
+                change="make room, choose another output_dir, or set save_only_model: true or"
+                " save_strategy: no",
+            )
+        kept = count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
+        if free >= one * kept:
+            return ""
+        return (
+            f"{kept} checkpoints of {format_bytes(one)} are to be kept, and {format_bytes(free)} is"
+            " free: set save_total_limit, or make room"
+        )
+
+    def remove_earlier_run(self, note: Callable[[str], None]) -> None:
+        """Checkpoints of another run must not pass for this run's."""
+        for path in checkpoints(self.path).values():
+            note(f"{path.name} of an earlier run is removed (overwrite_output_dir)")
+            remove(path, self.disk)
+
+    def writer(
+        self, config: TrainConfig, run: PreparedRun, store: BlockStore
+    ) -> CheckpointWriter | None:
+        """What writes this run's checkpoints; None if there are none."""
+        if run.contents is None:
+            return None
+        return CheckpointWriter(
+            model=run.blocks.model,
+            store=store,
+            contents=run.contents,
+            output=self.path,
+            tokenizer=run.tokenizer,
+            pool=BufferPool(run.memory.checkpoint, pin=run.device.type == "cuda"),
+            limit=config.save_total_limit,
+            disk=self.disk,
+        )
+
+    def save_model(
+        self, config: TrainConfig, run: PreparedRun, store: BlockStore, progress: Progress
+    ) -> str:
+        """The final model, or that of the best checkpoint; where it came from, in words."""
+        read: Read = store.masters
+        source = ""
+        best = progress.best(self.path) if config.load_best_model_at_end else None
+        if best is not None and progress.best_step != progress.step:
+            read, source = masters_of(run.blocks.model, best), f", that of {best.name}"
+        save_model(
+            run.blocks.model,
+            read,
+            self.path,
+            dtype=run.compute_dtype if config.save_dtype == "auto" else config.save_dtype,
+            max_shard_bytes=parse_bytes(config.max_shard_size),
+            tokenizer=run.tokenizer,
+            disk=self.disk,
+        )
+        return f"model written to {config.output_dir}{source}"

@@ -1,0 +1,76 @@
+"""Where a run is, and what `trainer_state.json` says of it."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain.config import TrainConfig
+from megatrain.evaluation import EvalResult
+from megatrain.trainer.prepare import PreparedRun
+
+NOT_OURS = {
+    "is_hyper_param_search": False,
+    "is_local_process_zero": True,
+    "is_world_process_zero": True,
+    "stateful_callbacks": {},
+    "total_flos": 0,
+    "trial_name": None,
+    "trial_params": None,
+}
+"""What transformers' TrainerState has beside, with its defaults."""
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Changes with every step."""
+
+    step: int = 0
+    """Optimizer steps done, skipped ones included."""
+    tokens_seen: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+    best_metric: float | None = None
+    best_step: int | None = None
+    """Of the best checkpoint so far."""
+
+    @classmethod
+    def after(cls, trainer_state: dict[str, Any], tokens_seen: int) -> "Progress":
+        """Where a checkpoint was written."""
+        return cls(
+            step=trainer_state["global_step"],
+            tokens_seen=tokens_seen,
+            log_history=list(trainer_state["log_history"]),
+            best_metric=trainer_state["best_metric"],
+            best_step=trainer_state["best_global_step"],
+        )
+
+    def judge(self, result: EvalResult, metric: str | None) -> None:
+        """Take note of an evaluation at whose step a checkpoint is written."""
+        by_perplexity = metric is not None and metric.endswith("perplexity")
+        value = result.perplexity if by_perplexity else result.loss
+        if math.isfinite(value) and (self.best_metric is None or value < self.best_metric):
+            self.best_metric, self.best_step = value, self.step
+
+    def best(self, output: Path) -> Path | None:
+        """The best checkpoint, if it is there."""
+        path = output / f"checkpoint-{self.best_step}"
+        return path if self.best_step is not None else None
+
+    def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
+        """As transformers' Trainer writes it."""
+        best = self.best(output)
+        return NOT_OURS | {
+            "best_global_step": self.best_step,
+            "best_metric": self.best_metric,
+            "best_model_checkpoint": None if best is None else str(best),
+            "epoch": self.step / run.sampler.steps_per_epoch,
+            "eval_steps": config.eval_steps,
+            "global_step": self.step,
+            "log_history": list(self.log_history),
+            "logging_steps": config.logging_steps,
+            "max_steps": run.total_steps,
+            "num_input_tokens_seen": self.tokens_seen,
+            "num_train_epochs": math.ceil(run.total_steps / run.sampler.steps_per_epoch),
+            "save_steps": config.save_steps,
+            "train_batch_size": config.per_device_train_batch_size,
+        }

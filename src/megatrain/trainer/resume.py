@@ -1,0 +1,163 @@
+"""Going on from a checkpoint: which one, and whether it is of this run."""
+
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatrain.checkpoint import (
+    TrainingState,
+    checkpoints,
+    last_whole,
+    read_state,
+    restore_state,
+    verify,
+    write_config,
+)
+from megatrain.checkpoint.disk import record_of
+from megatrain.config import TrainConfig, changes
+from megatrain.data.files import find_files
+from megatrain.errors import UserError
+from megatrain.memory import BlockStore
+from megatrain.memory.store import DTYPES
+from megatrain.models.weights import LoadReport, load_block_weights
+from megatrain.trainer.prepare import PreparedRun
+
+NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path")
+"""Keys of config.json that say where it came from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """A checkpoint that this run goes on from, verified and of the same run."""
+
+    folder: Path
+    state: TrainingState
+
+    def load(self, run: PreparedRun, *, resident: frozenset[int]) -> BlockStore:
+        """The state of every block, one at a time.
+
+        Args:
+            run: the same model.
+            resident: blocks that live on the device; they may be others than before.
+        """
+        model = run.blocks.model
+        source = load_block_weights(model, self.folder, LoadReport(), complete=True)
+        layouts = [block.layout for block in model.blocks]
+        store = BlockStore.filled(layouts, source, device=run.device, resident=resident)
+        restore_state(store, self.folder)
+        store.adam_steps[:] = self.state.adam_steps
+        return store
+
+
+def may_resume(config: TrainConfig) -> bool:
+    """Whether there is a checkpoint to go on from, damaged or not.
+
+    Raises:
+        UserError: if there must be one and there is none.
+    """
+    asked = config.resume_from_checkpoint
+    if not asked:
+        return False
+    if asked not in (True, "auto"):
+        return True
+    found = bool(checkpoints(Path(config.output_dir)))
+    if asked is True and not found:
+        raise UserError(
+            asked="resume_from_checkpoint: true",
+            found=f"no checkpoint in {config.output_dir}",
+            change="give a checkpoint's directory, or say auto to begin if there is none",
+        )
+    return found
+
+
+def resume(config: TrainConfig, run: PreparedRun, note: Callable[[str], None]) -> Resumption | None:
+    """Find the checkpoint, verify every file of it, and compare it with the run.
+
+    Raises:
+        UserError: if it is damaged, or the run would be another one.
+    """
+    asked = config.resume_from_checkpoint
+    if isinstance(asked, str) and asked != "auto":
+        folder: Path | None = Path(asked)
+        _verify_or_offer(Path(asked))
+    else:
+        folder = last_whole(Path(config.output_dir), note)
+    if folder is None:
+        return None
+    state = read_state(folder)
+    _check_same_run(folder, state, config, run, note)
+    note(f"going on from {folder} after step {state.step}")
+    return Resumption(folder=folder, state=state)
+
+
+def _verify_or_offer(folder: Path) -> None:
+    """Verify; if that fails, say which other one could be taken."""
+    try:
+        verify(folder)
+    except UserError as error:
+        others = [path for path in checkpoints(folder.parent).values() if path != folder]
+        change = error.change
+        if others:
+            change = f"resume from {others[-1]}, or with auto from the last one that is whole"
+        raise UserError(asked=error.asked, found=error.found, change=change) from error
+
+
+def data_digest(files: list[str]) -> str:
+    """Of the content of data files, in their order, whatever they are called."""
+    found = xxhash.xxh3_128()
+    for path in find_files(files):
+        found.update(record_of(path).digest.encode())
+    return str(found.hexdigest())
+
+
+def _check_same_run(
+    folder: Path,
+    state: TrainingState,
+    config: TrainConfig,
+    run: PreparedRun,
+    note: Callable[[str], None],
+) -> None:
+    refused, told = changes(state.config, config)
+    found = {
+        "dtype": (run.compute_dtype, state.compute_dtype),
+        "rows a step": (run.sampler.rows_per_step, state.rows_per_step),
+        "rows to train on": (run.sampler.num_rows, state.num_rows),
+    }
+    refused += [f"{name}: {now}, was {was}" for name, (now, was) in found.items() if now != was]
+    if not refused and data_digest(config.train_files) != state.data_digest:
+        refused.append("other content in train_files")
+    refused += _model_changes(folder, run)
+    if refused:
+        raise UserError(
+            asked=f"resume_from_checkpoint: {folder}",
+            found=f"another run ({'; '.join(refused)})",
+            change="go back to the config in training_state/config.yaml there, or start a new run"
+            f" from its model (model_name_or_path: {folder}, without resume_from_checkpoint)",
+        )
+    if told:
+        note(f"changed since {folder.name}: {'; '.join(told)}")
+    if state.step > run.total_steps:
+        raise UserError(
+            asked=f"resume_from_checkpoint: {folder} with {run.total_steps} steps in all",
+            found=f"{state.step} steps done",
+            change="raise max_steps or num_train_epochs",
+        )
+
+
+def _model_changes(folder: Path, run: PreparedRun) -> list[str]:
+    """Differences between the config.json of a checkpoint and that of this run's model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        write_config(run.blocks.model, Path(scratch), dtype=DTYPES[run.compute_dtype])
+        now, was = (_plain_config(Path(path)) for path in (scratch, folder))
+    differing = sorted(key for key in now | was if now.get(key) != was.get(key))
+    return [f"{key} of the model: {now.get(key)}, was {was.get(key)}" for key in differing]
+
+
+def _plain_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL}

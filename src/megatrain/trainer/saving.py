@@ -1,0 +1,263 @@
+"""When a checkpoint is written, what it costs, and what becomes of a save that fails."""
+
+import math
+import os
+import signal
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatrain import __version__
+from megatrain.checkpoint import CheckpointWriter, Snapshot, TrainingState, checkpoints
+from megatrain.config import TrainConfig
+from megatrain.engine import Engine
+from megatrain.errors import UserError
+from megatrain.trainer.prepare import PreparedRun
+from megatrain.trainer.progress import Progress
+from megatrain.trainer.resume import data_digest
+from megatrain.units import format_bytes
+
+GRACE_S = 30.0
+"""What Kubernetes and Slurm leave a process after SIGTERM, unless told otherwise."""
+PROBE_BYTES = 2**27
+RECENT_STEPS = 20
+
+
+class SaveSchedule:
+    """After which steps a checkpoint is due."""
+
+    def __init__(self, every: int | None, *, total_steps: int) -> None:
+        self._every, self._total = every, total_steps
+
+    @classmethod
+    def of(cls, config: TrainConfig, run: PreparedRun) -> "SaveSchedule":
+        """As the config says."""
+        every: int | None = None
+        if config.save_strategy == "epoch":
+            every = run.sampler.steps_per_epoch
+        elif config.save_strategy == "steps":
+            share = config.save_steps < 1
+            steps = config.save_steps * run.total_steps if share else config.save_steps
+            every = math.ceil(steps)
+        return cls(every, total_steps=run.total_steps)
+
+    def due(self, step: int) -> bool:
+        """After every so many steps and the last one."""
+        return self._every is not None and (step % self._every == 0 or step == self._total)
+
+    def count(self, after: int) -> int:
+        """Checkpoints yet to come after a step."""
+        if self._every is None or after >= self._total:
+            return 0
+        return math.ceil(self._total / self._every) - after // self._every
+
+
+class Saver:
+    """Has checkpoints written while training goes on.
+
+    A save that fails is told, the run goes on, and it is tried again after 1, 2, 4 ... steps.
+
+    Args:
+        config: of the run.
+        run: the same, prepared.
+        writer: None if there are no checkpoints.
+        engine: flushed before its state is taken.
+        note: told what happens.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TrainConfig,
+        run: PreparedRun,
+        writer: CheckpointWriter | None,
+        engine: Engine,
+        note: Callable[[str], None],
+    ) -> None:
+        self._config, self._run, self._writer, self._engine = config, run, writer, engine
+        self._note = note
+        self._digest = "" if writer is None else data_digest(config.train_files)
+        self.schedule = SaveSchedule.of(config, run)
+        self._snapshot: Snapshot | None = None
+        self._step = -1
+        """Of the snapshot, or of the last one that was written."""
+        self._expected_s = 0.0
+        self._retry_at: int | None = None
+        self._gap = 1
+        self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._began = time.perf_counter()
+        self._rate = 0.0 if writer is None else _write_rate(writer)
+
+    @property
+    def save_s(self) -> float:
+        """What a save is expected to take."""
+        return self._writer.nbytes / self._rate if self._writer is not None else math.inf
+
+    def in_words(self) -> str:
+        """For the start of a run."""
+        if self._writer is None:
+            return "no checkpoints (save_strategy: no)"
+        return (
+            f"a checkpoint: {format_bytes(self._writer.nbytes)}, about {self.save_s:.0f} s at"
+            f" {self._rate / 1e9:.1f} GB/s, while training goes on"
+        )
+
+    def before_step(self) -> None:
+        """Tells how long steps take, saves left out."""
+        self._began = time.perf_counter()
+
+    def after_step(self, progress: Progress, *, asked: bool) -> None:
+        """Look after the save that is running, begin one that is due or asked for."""
+        self._durations.append(time.perf_counter() - self._began)
+        if self._snapshot is not None and self._snapshot.ended:
+            self._conclude()
+        if asked and self._writer is None:
+            self._note("a checkpoint was asked for, but save_strategy is no")
+        retry = self._retry_at is not None and progress.step >= self._retry_at
+        if asked or retry or self.schedule.due(progress.step):
+            self.save(progress)
+
+    def save(self, progress: Progress) -> None:
+        """Begin a checkpoint of this moment; one that is running is waited for first."""
+        if self._writer is None:
+            return
+        self.wait()
+        if self._step == progress.step:
+            return
+        self._engine.flush()
+        self._step, self._retry_at = progress.step, None
+        try:
+            best = progress.best(self._writer.output)
+            self._snapshot = self._writer.start(self._state(progress), best=best)
+        except OSError as error:
+            self._failed(error)
+            return
+        self._engine.before_update = self._snapshot.guard
+        step_s = statistics.median(self._durations) if self._durations else 0.0
+        beyond = self._writer.nbytes - self._writer.pool.nbytes
+        self._expected_s = max(0.0, beyond / self._rate - step_s)
+
+    def _state(self, progress: Progress) -> TrainingState:
+        config, run, engine = self._config, self._run, self._engine
+        return TrainingState(
+            step=progress.step,
+            skipped_steps=engine.skipped_steps,
+            tokens_seen=progress.tokens_seen,
+            adam_steps=list(engine.store.adam_steps),
+            compute_dtype=run.compute_dtype,
+            num_rows=run.sampler.num_rows,
+            rows_per_step=run.sampler.rows_per_step,
+            data_digest=self._digest,
+            config=config.model_dump(),
+            trainer_state=progress.trainer_state(config, run, Path(config.output_dir)),
+            versions={"megatrain": __version__, "torch": torch.__version__},
+        )
+
+    def wait(self) -> None:
+        """Return when no save is running."""
+        if self._snapshot is not None:
+            self._snapshot.join()
+            self._conclude()
+
+    def finish(self, progress: Progress) -> None:
+        """The last checkpoint of the run must be there.
+
+        Raises:
+            UserError: if it could not be written.
+        """
+        self.wait()
+        if self._retry_at is None or self._writer is None:
+            return
+        self.save(progress)
+        self.wait()
+        if self._retry_at is not None:
+            raise UserError(
+                asked=f"checkpoint-{progress.step} in {self._writer.output}",
+                found="no way to write it (see above); what was trained since the last checkpoint"
+                " is lost",
+                change="make room, then go on from there with resume_from_checkpoint: auto",
+            )
+
+    def stop(self, progress: Progress, number: signal.Signals) -> None:
+        """Before a signal ends the run: save, or say from where it can go on."""
+        if self._saves_at(number):
+            self.save(progress)
+        self.wait()
+        found = checkpoints(Path(self._config.output_dir))
+        last = max(found, default=None)
+        self._note(
+            f"stopped by {number.name} after step {progress.step}; "
+            + (
+                "there is no checkpoint to go on from"
+                if last is None
+                else f"go on from checkpoint-{last} with resume_from_checkpoint: auto"
+            )
+        )
+
+    def _saves_at(self, number: signal.Signals) -> bool:
+        chosen = self._config.save_on_signal
+        if isinstance(chosen, bool) or self._writer is None:
+            return bool(chosen) and self._writer is not None
+        if number is signal.SIGINT or self.save_s <= GRACE_S:
+            return True
+        self._note(
+            f"a checkpoint takes about {self.save_s:.0f} s, longer than the {GRACE_S:.0f} s that"
+            " schedulers leave: none is begun (save_on_signal: auto)"
+        )
+        return False
+
+    def _conclude(self) -> None:
+        """Of a snapshot that has ended: tell how it went."""
+        snapshot, self._snapshot = self._snapshot, None
+        self._engine.before_update = None
+        assert snapshot is not None
+        if snapshot.error is not None:
+            self._failed(snapshot.error)
+            return
+        self._gap, written = 1, snapshot.written
+        self._rate = written.nbytes / max(written.seconds, 1e-9)
+        self._note(
+            f"checkpoint-{self._step}: {format_bytes(written.nbytes)} in {written.seconds:.1f} s,"
+            f" training waited {written.waited_s:.1f} s ({self._expected_s:.1f} s expected)"
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        self._retry_at, self._gap = self._step + self._gap, self._gap * 2
+        what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        assert self._writer is not None
+        found = max(checkpoints(self._writer.output), default=None)
+        self._note(
+            f"CHECKPOINT-{self._step} WAS NOT WRITTEN ({type(error).__name__}: {what}); the run"
+            f" goes on, {'none' if found is None else f'checkpoint-{found}'} is the last one; next"
+            f" try after step {self._retry_at}"
+        )
+        self._step = -1
+
+
+def _write_rate(writer: CheckpointWriter) -> float:
+    """Bytes a second, of a file as a checkpoint has it.
+
+    Raises:
+        UserError: if not even that can be written.
+    """
+    path, disk = writer.output / ".checkpoint-0.writing", writer.disk
+    nbytes = min(PROBE_BYTES, writer.nbytes)
+    try:
+        disk.remove(path)
+        began = time.perf_counter()
+        file = disk.create(path)
+        file.write(os.urandom(2**20) * max(1, nbytes // 2**20))
+        file.close()
+        seconds = time.perf_counter() - began
+        disk.remove(path)
+    except OSError as error:
+        raise UserError(
+            asked=f"checkpoints in {writer.output}",
+            found=f"no way to write there ({error.strerror})",
+            change="make room, choose another output_dir, or set save_strategy: no",
+        ) from error
+    return nbytes / seconds
