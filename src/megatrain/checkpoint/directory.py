@@ -77,27 +77,23 @@ def last_whole(output: Path, note: Callable[[str], None]) -> Path | None:
     Raises:
         UserError: if there are checkpoints and none can be used.
     """
-    found = [path for path in checkpoints(output).values() if (path / STATE).is_file()]
     last: UserError | None = None
-    for path in reversed(found):
+    for path in reversed(checkpoints(output).values()):
         try:
-            verify(path)
+            if STATE in verify(path):
+                return path
+            note(f"{path.name} is passed over: it has no training state (save_only_model)")
         except UserError as error:
             last = error
             note(f"{path.name} is passed over: {error.found}")
-        else:
-            return path
     if last is not None:
         raise last
     return None
 
 
-def begin(output: Path, step: int, disk: Disk) -> Path:
-    """An empty directory in which a checkpoint is written."""
-    folder = output / f".checkpoint-{step}.writing"
-    disk.remove(folder)
-    disk.make_directory(folder / STATE_FOLDER)
-    return folder
+def name_while_writing(step: int) -> str:
+    """Of the directory in which a checkpoint is written."""
+    return f".checkpoint-{step}.writing"
 
 
 def publish(folder: Path, output: Path, step: int, disk: Disk) -> Path:

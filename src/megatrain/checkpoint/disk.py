@@ -51,12 +51,14 @@ class DiskFile:
 
     def close(self) -> FileRecord:
         """All of it is on the disk when this returns."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
         return FileRecord(nbytes=self._nbytes, digest=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close without a promise."""
+        """Close without a promise, if it is not closed."""
         self._file.close()
 
 
@@ -70,8 +72,11 @@ class Disk:
     def write(self, path: Path, data: bytes) -> FileRecord:
         """A whole small file."""
         file = self.create(path)
-        file.write(data)
-        return file.close()
+        try:
+            file.write(data)
+            return file.close()
+        finally:
+            file.abandon()
 
     def adopt(self, path: Path) -> FileRecord:
         """Take in a file that a library wrote: it is on the disk when this returns."""

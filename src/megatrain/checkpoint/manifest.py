@@ -66,22 +66,26 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version, files, digest = content["version"], content["files"], content["digest"]
-        if version != VERSION:
-            raise UserError(
-                asked=f"resume_from_checkpoint: {folder}",
-                found=f"version {version} of the format, and a megatrain that reads {VERSION}",
-                change="resume with the megatrain that wrote it, or start a new run from its model"
-                f" (model_name_or_path: {folder})",
-            )
-        if digest != _digest(files):
-            raise ValueError
-        return {name: FileRecord(**record) for name, record in files.items()}
+        records = {name: FileRecord(**record) for name, record in files.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise _damaged(folder, f"damage in {MANIFEST}") from error
+    if version != VERSION:
+        raise UserError(
+            asked=f"resume_from_checkpoint: {folder}",
+            found=f"version {version} of the format, and a megatrain that reads {VERSION}",
+            change="resume with the megatrain that wrote it, or start a new run from its model"
+            f" (model_name_or_path: {folder})",
+        )
+    if digest != _digest(files):
+        raise _damaged(folder, f"damage in {MANIFEST}")
+    return records
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path) -> dict[str, FileRecord]:
     """Read every file of a checkpoint and compare it with the manifest.
+
+    Returns:
+        The files by their paths in it.
 
     Raises:
         UserError: naming what is missing or damaged.
@@ -92,6 +96,7 @@ def verify(folder: Path) -> None:
     found = [f"{name} {what}" for name, what in zip(records, problems, strict=True) if what]
     if found:
         raise _damaged(folder, "damage: " + ", ".join(found[:5]) + (" ..." if found[5:] else ""))
+    return records
 
 
 def _problem(path: Path, record: FileRecord) -> str:

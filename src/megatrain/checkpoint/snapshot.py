@@ -67,6 +67,7 @@ class Snapshot:
         files: where the tensors go.
         pool: its buffers.
         complete: run in the writing thread after the last tensor: small files, the name.
+        undo: run there instead if anything failed: what was written takes room.
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Snapshot:
         files: TensorFiles,
         pool: BufferPool,
         complete: Callable[[], None],
+        undo: Callable[[], None],
     ) -> None:
         self._contents, self._files, self._pool = contents, files, pool
         self._pieces = contents.pieces(weights, store)
-        self._complete = complete
+        self._complete, self._undo = complete, undo
         self._full: queue.SimpleQueue[tuple[str, Tensor, int] | None] = queue.SimpleQueue()
         self._copied = {block: threading.Event() for block in contents.order}
         self._ended = threading.Event()
@@ -152,5 +154,7 @@ class Snapshot:
             self.error = self.error or error
         finally:
             self._files.abandon()
+            if self.error is not None:
+                self._undo()
             self._seconds = time.perf_counter() - self._began
             self._ended.set()

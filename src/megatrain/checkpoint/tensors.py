@@ -138,8 +138,8 @@ class TensorFiles:
         done += len(data)
         self._open[path] = file, done
         if done == plan.nbytes - len(plan.header):
-            del self._open[path]
             self.records[path] = file.close()
+            del self._open[path]
 
     def abandon(self) -> None:
         """Close what is open, unfinished."""

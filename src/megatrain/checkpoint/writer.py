@@ -6,6 +6,7 @@ The directory is a Hugging Face model with the training state in a folder of its
 import errno
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from megatrain.checkpoint.contents import STATE_FOLDER, Contents
-from megatrain.checkpoint.directory import begin, publish, rotate
+from megatrain.checkpoint.directory import name_while_writing, publish, rotate
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.export import adopt_small_files, write_small_files
 from megatrain.checkpoint.manifest import TrainingState, write_manifest, write_state
@@ -67,7 +68,28 @@ class CheckpointWriter:
             raise OSError(
                 errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free} of {self.nbytes} bytes free"
             )
-        folder = begin(self.output, state.step, self.disk)
+        folder = self.output / name_while_writing(state.step)
+        undo = partial(self._undo, folder)
+        try:
+            self._begin(folder, state)
+        except OSError:
+            undo()
+            raise
+        files = TensorFiles(self.disk, folder, self.contents.files)
+        return Snapshot(
+            contents=self.contents,
+            weights=self._weights,
+            store=self.store,
+            files=files,
+            pool=self.pool,
+            complete=partial(self._complete, folder, files, state, best),
+            undo=undo,
+        )
+
+    def _begin(self, folder: Path, state: TrainingState) -> None:
+        """The directory, and in it what libraries write: not from a thread."""
+        self.disk.remove(folder)
+        self.disk.make_directory(folder / STATE_FOLDER)
         write_small_files(
             self.model,
             folder,
@@ -78,15 +100,10 @@ class CheckpointWriter:
         (folder / CONFIG).write_text(yaml.safe_dump(state.config, sort_keys=False))
         text = json.dumps(state.trainer_state, indent=2, sort_keys=True) + "\n"
         (folder / TRAINER_STATE).write_text(text)
-        files = TensorFiles(self.disk, folder, self.contents.files)
-        return Snapshot(
-            contents=self.contents,
-            weights=self._weights,
-            store=self.store,
-            files=files,
-            pool=self.pool,
-            complete=partial(self._complete, folder, files, state, best),
-        )
+
+    def _undo(self, folder: Path) -> None:
+        with suppress(OSError):  # what cannot be removed now is removed before the next attempt
+            self.disk.remove(folder)
 
     def _weights(self, block: int) -> dict[str, Tensor]:
         """On the host; what is converted for the file must not take room on the GPU."""

@@ -1,0 +1,261 @@
+"""Disks that fill, files that rot, directories that vanish: the last checkpoint stays whole."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint import checkpoints, last_whole, read_state, verify
+from megatrain.errors import UserError
+from megatrain.trainer import Trainer
+
+from .runs import ScriptedDisk, full, tensors_of, train, trainer
+
+LAST = "checkpoint-8"
+
+
+def notes_of(made: Trainer, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the run says."""
+    made.quiet = False
+    made.train()
+    return capsys.readouterr().out
+
+
+class Full:
+    """Refuses writes whose paths contain a text, for some times."""
+
+    def __init__(self, where: str, *, what: str = "write", times: int = 1, after: int = 0) -> None:
+        self.where, self.what, self.times, self.after = where, what, times, after
+
+    def __call__(self, what: str, path: Path) -> None:
+        if what == self.what and self.where in str(path) and self.times:
+            if self.after:
+                self.after -= 1
+                return
+            self.times -= 1
+            raise full()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Full("checkpoint-4.writing", after=12),
+        Full("checkpoint-4.writing", what="close", after=3),
+        Full("checkpoint-4.writing", what="create"),
+        Full("checkpoint-4.writing", what="mkdir"),
+        Full("checkpoint-4.writing/training_state/manifest.json"),
+        Full("checkpoint-4", what="rename"),
+        Full("checkpoint-4.writing", what="sync"),
+    ],
+    ids=["write", "fsync", "create", "mkdir", "manifest", "rename", "sync"],
+)
+def test_a_save_that_fails_leaves_the_run_and_the_last_checkpoint(
+    fault: Full, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(output_dir="whole")
+
+    def look_then_fail(what: str, path: Path) -> None:
+        if what == fault.what and fault.where in str(path) and not fault.after and fault.times:
+            verify(Path("out/checkpoint-2"))
+        fault(what, path)
+
+    said = notes_of(trainer(disk=ScriptedDisk(look_then_fail)), capsys)
+    assert "CHECKPOINT-4 WAS NOT WRITTEN (OSError: No space left on device)" in said
+    assert "checkpoint-2 is the last one; next try after step 5" in said
+    # It is tried again, if not at once: the copies may have been under way.
+    written = [step for step in checkpoints(Path("out")) if step in (5, 6, 7)]
+    assert written and 2 in checkpoints(Path("out"))
+    for path in checkpoints(Path("out")).values():
+        verify(path)
+    assert tensors_of(Path("out") / LAST) == tensors_of(Path("whole") / LAST)
+    assert not list(Path("out").glob(".*writing"))
+
+
+def test_a_disk_that_stays_full_ends_in_one_error_and_the_earlier_checkpoint(
+    workspace: Path,
+) -> None:
+    def fails(what: str, path: Path) -> None:
+        if what == "write" and ".checkpoint-" in str(path) and "-2." not in str(path):
+            if "checkpoint-0" in str(path):
+                return
+            raise full()
+
+    with pytest.raises(UserError, match=r"what was trained since the last checkpoint is lost"):
+        train(disk=ScriptedDisk(fails))
+    assert list(checkpoints(Path("out"))) == [2]
+    verify(Path("out/checkpoint-2"))
+
+
+def test_too_little_room_is_said_before_anything_is_loaded(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(ScriptedDisk):
+        def free_bytes(self, path: Path) -> int:
+            return 100_000_000
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError((arguments, options))
+
+    monkeypatch.setattr("megatrain.trainer.trainer.BlockStore", never)
+    with pytest.raises(UserError, match=r"checkpoints of 64\.\d+ MiB.*room for 2 is needed"):
+        trainer(disk=Small())
+    assert trainer(disk=Small(), save_strategy="no").notes == []
+    Small.free_bytes = lambda self, path: 140_000_000  # type: ignore[method-assign]
+    (note,) = trainer(disk=Small()).notes
+    assert "4 checkpoints of" in note and "set save_total_limit" in note
+
+
+def test_a_directory_that_vanishes_is_made_again(
+    workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def vanish(what: str, path: Path) -> None:
+        if what == "create" and "checkpoint-6" in str(path) and Path("out/checkpoint-4").exists():
+            shutil.rmtree("out")
+
+    said = notes_of(trainer(disk=ScriptedDisk(vanish)), capsys)
+    assert "CHECKPOINT-6 WAS NOT WRITTEN" in said and "none is the last one" in said
+    assert LAST in [path.name for path in checkpoints(Path("out")).values()]
+    verify(Path("out") / LAST)
+
+
+def test_a_directory_without_right_to_write_is_one_error(workspace: Path) -> None:
+    def refuse(what: str, path: Path) -> None:
+        if what == "create":
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    made = trainer(disk=ScriptedDisk(refuse))
+    with pytest.raises(UserError, match=r"no way to write there .Permission denied."):
+        made.train()
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+FILES = [
+    "config.json",
+    "tokenizer.json",
+    "trainer_state.json",
+    "model-00001-of-*.safetensors",
+    "model.safetensors.index.json",
+    "training_state/state.json",
+    "training_state/config.yaml",
+    "training_state/block-00001.safetensors",
+    "training_state/manifest.json",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An output directory with two checkpoints, to be copied."""
+    folder = tmp_path_factory.mktemp("finished")
+    context = pytest.MonkeyPatch()
+    from tests.cli.conftest import workspace
+
+    workspace.__wrapped__(folder, context)  # type: ignore[attr-defined]
+    train(max_steps=4, output_dir=str(folder / "out"))
+    context.undo()
+    return folder / "out"
+
+
+@pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_is_named_and_the_checkpoint_before_is_taken(
+    name: str, harm: Callable[[Path], None], finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (path,) = (out / "checkpoint-4").glob(name)
+    harm(path)
+    with pytest.raises(UserError, match="resume_from_checkpoint") as caught:
+        verify(out / "checkpoint-4")
+    assert path.name in str(caught.value)
+    said: list[str] = []
+    assert last_whole(out, said.append) == out / "checkpoint-2"
+    if not (name.endswith("manifest.json") and harm is Path.unlink):
+        assert "checkpoint-4 is passed over" in said[0]
+
+
+def test_all_damaged_is_an_error_and_not_a_fresh_start(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    for folder in checkpoints(out).values():
+        cut(folder / "config.json")
+    with pytest.raises(UserError, match=r"config.json has \d+ bytes instead of \d+"):
+        last_whole(out, lambda _: None)
+
+
+def test_another_version_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    path = out / "checkpoint-4/training_state/manifest.json"
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(UserError, match="version 2 of the format, and a megatrain that reads 1"):
+        verify(out / "checkpoint-4")
+
+
+def test_a_model_alone_is_no_training_state(workspace: Path) -> None:
+    train(save_only_model=True, max_steps=4)
+    verify(Path("out/checkpoint-4"))
+    assert not (Path("out/checkpoint-4/training_state") / "block-00001.safetensors").exists()
+    with pytest.raises(UserError, match="without training state"):
+        read_state(Path("out/checkpoint-4"))
+    with pytest.raises(UserError, match="without training state"):
+        trainer(resume_from_checkpoint="out/checkpoint-4", overwrite_output_dir=True)
+
+
+def test_a_second_run_in_the_same_directory_is_refused(workspace: Path) -> None:
+    first = trainer()
+    with pytest.raises(UserError, match="another run that is writing there"):
+        trainer(overwrite_output_dir=True)
+    first.train()
+    train(overwrite_output_dir=True)
+
+
+def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path) -> None:
+    disk = ScriptedDisk()
+    train(disk=disk, max_steps=4, save_total_limit=1)
+    out = Path("out").resolve()
+    for step in (2, 4):
+        final, folder = out / f"checkpoint-{step}", out / f".checkpoint-{step}.writing"
+        named = disk.log.index(("rename", final))
+        before, after = disk.log[:named], disk.log[named + 1 :]
+        files = json.loads((out / "checkpoint-4/training_state/manifest.json").read_text())["files"]
+        for name in (*files, "training_state/manifest.json"):
+            closed = _last(before, ("close", folder / name))
+            parent = (folder / name).parent
+            assert closed < _last(before, ("sync", parent)), name
+            assert _last(before, ("write", folder / name), missing=-1) < closed, name
+        assert ("sync", out) == after[0]
+    removed = disk.log.index(("rename", out / ".checkpoint-2.removing"))
+    assert removed > disk.log.index(("rename", out / "checkpoint-4")) + 1
+    assert disk.log.index(("remove", out / ".checkpoint-2.removing")) > removed
+
+
+def _last(log: list[tuple[str, Path]], entry: tuple[str, Path], missing: int | None = None) -> int:
+    found = [index for index, each in enumerate(log) if each == entry]
+    return found[-1] if missing is None else max([missing, *found])
+
+
+def test_clocks_that_jump_change_nothing(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(output_dir="whole")
+    now = [1e9]
+
+    def jumping() -> float:
+        now[0] -= 1e6
+        return now[0]
+
+    monkeypatch.setattr("time.time", jumping)
+    train()
+    assert tensors_of(Path("out") / LAST) == tensors_of(Path("whole") / LAST)
+    assert list(checkpoints(Path("out"))) == [2, 4, 6, 8]
