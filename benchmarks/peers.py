@@ -9,14 +9,12 @@ how.  Shapes must be like Llama's, with a head that is one matrix.  Only megatra
 """
 
 import argparse
-import importlib
 import importlib.util
 import json
 import os
 import platform
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -48,8 +45,8 @@ from megatrain.units import parse_bytes
 
 RESULTS = Path(__file__).parent / "results" / "peers.jsonl"
 LOSS_CHUNK_TOKENS = 4096
-WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-QUANTILES = (20, 50, 80)
+WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+WORLD |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # whichever is free
 PACKAGES = ("torch", "transformers", "deepspeed", "torchao", "liger-kernel")
 BENCH_STEP = re.compile(r"step \d+: loss (\S+),")
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: *)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
@@ -73,36 +70,29 @@ class LossHead(nn.Module):
         """Loss of the predictions from `x_TD`."""
         if self.liger is not None:
             return self.liger(self.weight, x_TD, labels_T)
+
+        def summed(x_TD: Tensor, labels_T: Tensor) -> Tensor:
+            return F.cross_entropy((x_TD @ self.weight.T).float(), labels_T, reduction="sum")
+
         chunks = zip(x_TD.split(LOSS_CHUNK_TOKENS), labels_T.split(LOSS_CHUNK_TOKENS), strict=True)
-        sums = [checkpoint(_summed, self.weight, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.stack(sums).sum() / len(labels_T)
-
-
-def _summed(weight_VD: Tensor, x_TD: Tensor, labels_T: Tensor) -> Tensor:
-    return F.cross_entropy((x_TD @ weight_VD.T).float(), labels_T, reduction="sum")
+        sums = [checkpoint(summed, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.stack(sums).sum() / 7
 
 
 class Trainee(nn.Module):
     """A causal LM whose forward is its loss on tokens, with the weights of megatrain's bench."""
 
-    def __init__(
-        self,
-        work: BenchOptions,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        on: str,
-        compiled: bool,
-    ) -> None:
+    def __init__(self, work: BenchOptions, dtype: torch.dtype, on: str) -> None:
         super().__init__()
+        device = choose_device(work.device)
         config = read_config(Path(work.model))
         config._attn_implementation = "sdpa"
-        name = str(dtype).removeprefix("torch.")
-        blocks = split_model(build_on_meta(config, compute_dtype=name), compute_dtype=name)
-        model: Any = build_on_meta(config, compute_dtype=name)
-        drawn = (weights for _, weights in _random_weights(blocks, device))
-        state = {k: v.to(on, dtype) for weights in drawn for k, v in weights.items()}
-        model.load_state_dict(state, strict=False, assign=True)
+        kind = str(dtype).removeprefix("torch.")
+        blocks = split_model(build_on_meta(config, compute_dtype=kind), compute_dtype=kind)
+        model: Any = build_on_meta(config, compute_dtype=kind)
+        for _, drawn in _random_weights(blocks, device):
+            weights = {name: tensor.to(on, dtype) for name, tensor in drawn.items()}
+            model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         for module in model.modules():
             for key, buffer in module.named_buffers(recurse=False):
@@ -115,11 +105,11 @@ class Trainee(nn.Module):
             functions = importlib.import_module("liger_kernel.transformers")
             liger = functions.LigerFusedLinearCrossEntropyLoss()
         self.body, self.head = model.model, LossHead(head.weight, liger)
-        for index, layer in enumerate(self.body.layers):  # compiled, recomputation is in the graph
+        for index, layer in enumerate(self.body.layers):
             wrapped: Any = checkpoint_wrapper(layer)  # not reentrant
-            self.body.layers[index] = (
-                torch.compile(wrapped, fullgraph=True, dynamic=False) if compiled else wrapped
-            )
+            if work.compile:  # the recomputation with it
+                wrapped = torch.compile(wrapped, fullgraph=True, dynamic=False)
+            self.body.layers[index] = wrapped
         assert not any(param.is_meta for param in self.parameters())
 
     def forward(self, ids_BT: Tensor) -> Tensor:
@@ -136,12 +126,10 @@ MASTERS = {"state": "fp32 masters and moments"}
 
 def plain_step(work: BenchOptions, trainee: Trainee, offloaded: Any = None) -> Step:
     """Micro-batches, clipping, update by torchao's optimizer or a plain one."""
-    clipped = params = list(trainee.parameters())
-    optimizer = offloaded
-    if offloaded is None:
-        optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
-    else:
-        clipped = [offloaded.param_d2h_map.get(param, param) for param in params]
+    clipped: list[Tensor] = list(trainee.parameters())
+    optimizer = offloaded or torch.optim.AdamW(clipped, LEARNING_RATE, weight_decay=0.0, fused=True)
+    if offloaded:
+        clipped = [offloaded.param_d2h_map.get(param, param) for param in clipped]
 
     def step(ids_BT: Tensor) -> Tensor:
         losses = []
@@ -150,7 +138,7 @@ def plain_step(work: BenchOptions, trainee: Trainee, offloaded: Any = None) -> S
             loss.backward()
             losses.append(loss.detach())
         if work.max_grad_norm > 0:
-            if offloaded is not None:
+            if offloaded:
                 offloaded.stream.synchronize()  # gradients are under way to the host
             nn.utils.clip_grad_norm_(clipped, work.max_grad_norm)
         optimizer.step()
@@ -162,14 +150,14 @@ def plain_step(work: BenchOptions, trainee: Trainee, offloaded: Any = None) -> S
 
 def in_vram(work: BenchOptions, device: torch.device, dtype: torch.dtype) -> Built:
     """Weights, gradients and moments on the device."""
-    trainee = Trainee(work, device, dtype, on=device.type, compiled=work.compile)
+    trainee = Trainee(work, dtype, on=device.type)
     return trainee, plain_step(work, trainee), PURE
 
 
 def torchao_offload(work: BenchOptions, device: torch.device, dtype: torch.dtype) -> Built:
     """Weights on the device; gradients and moments on the host, updated there."""
     optim = importlib.import_module("torchao.optim")
-    trainee = Trainee(work, device, dtype, on=device.type, compiled=work.compile)
+    trainee = Trainee(work, dtype, on=device.type)
     options: Row = {"offload_gradients": True, "lr": LEARNING_RATE, "weight_decay": 0.0}
     optimizer = optim.CPUOffloadOptimizer(trainee.parameters(), torch.optim.AdamW, **options)
     return trainee, plain_step(work, trainee, optimizer), PURE
@@ -179,9 +167,8 @@ def fsdp2_offload(work: BenchOptions, device: torch.device, dtype: torch.dtype) 
     """Each layer a shard of a world of one; parameters, gradients and moments on the host."""
     cuda = device.type == "cuda"
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")  # gloo for the norm
-    trainee = Trainee(work, device, torch.float32, on="cpu", compiled=work.compile)
+    trainee = Trainee(work, torch.float32, on="cpu")
     policies: Any = {
-        "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(dtype, torch.float32),
         "offload_policy": CPUOffloadPolicy(pin_memory=cuda),
     }
@@ -201,7 +188,7 @@ def zero3_offload(work: BenchOptions, device: torch.device, dtype: torch.dtype) 
         unbuilt = str(error).splitlines()[0]
     adam = {"lr": LEARNING_RATE, "weight_decay": 0.0, "torch_adam": unbuilt is not None}
     host = {"device": "cpu", "pin_memory": cuda}
-    config = {
+    plan = {
         "train_micro_batch_size_per_gpu": work.micro_rows,
         "gradient_accumulation_steps": work.rows // work.micro_rows,
         "gradient_clipping": work.max_grad_norm,
@@ -209,11 +196,9 @@ def zero3_offload(work: BenchOptions, device: torch.device, dtype: torch.dtype) 
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": {"stage": 3, "offload_optimizer": host, "offload_param": host},
     }
-    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo")
-    trainee = Trainee(work, device, dtype, on="cpu", compiled=False)
-    deepspeed.zero.Init(module=trainee, config_dict_or_path=config, dtype=dtype)
-    params = list(trainee.parameters())
-    engine, *_ = deepspeed.initialize(model=trainee, model_parameters=params, config=config)
+    model = Trainee(replace(work, compile=False), dtype, on="cpu")
+    deepspeed.zero.Init(module=model, config_dict_or_path=plan, dtype=dtype)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plan)
 
     def step(ids_BT: Tensor) -> Tensor:
         losses = []
@@ -224,15 +209,14 @@ def zero3_offload(work: BenchOptions, device: torch.device, dtype: torch.dtype) 
         return torch.stack(losses).detach().mean()
 
     which = "DeepSpeedCPUAdam" if unbuilt is None else f"torch.optim.AdamW ({unbuilt})"
-    return trainee, step, MASTERS | {"adam": which, "compile": False}
+    return model, step, MASTERS | {"adam": which, "compile": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One way to train."""
+    """One way to train; without `build` it is megatrain."""
 
     build: Callable[[BenchOptions, torch.device, torch.dtype], Built] | None = None
-    """None: megatrain."""
     place: str = "auto"
     needs: str | None = None
     """Module without which it cannot run."""
@@ -244,17 +228,14 @@ PEERS = {
     "megatrain-resident": Peer(place="device"),
     "megatrain": Peer(),
     "vram": Peer(build=in_vram),
-    "deepspeed-zero3-offload": Peer(
-        build=zero3_offload, needs="deepspeed", micro="offload_micro_rows"
-    ),
+    "deepspeed-zero3-offload": Peer(build=zero3_offload, needs="deepspeed", micro="offload_rows"),
     "torchao-cpu-offload": Peer(build=torchao_offload, needs="torchao", micro="rows"),
-    "fsdp2-cpu-offload": Peer(build=fsdp2_offload, micro="offload_micro_rows"),
+    "fsdp2-cpu-offload": Peer(build=fsdp2_offload, micro="offload_rows"),
 }
 
 
-def measure(peer: Peer, work: BenchOptions) -> Row:
+def measure(peer: Peer, work: BenchOptions, device: torch.device) -> Row:
     """Train with a peer, timed as megatrain's bench times itself."""
-    device = choose_device(work.device)
     if peer.build is None:
         return measure_megatrain(replace(work, place=peer.place))
     meter = GpuMeter(device)
@@ -267,8 +248,7 @@ def measure(peer: Peer, work: BenchOptions) -> Row:
     for index in range(work.warmup_steps + work.steps):
         rows = [generator.integers(0, vocab_size, work.length) for _ in range(work.rows)]
         if index == work.warmup_steps:
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # what only the start needed
+            torch.cuda.empty_cache()  # what only the start needed
             meter.start()
         began = time.perf_counter()
         with attention_choice(device):
@@ -278,22 +258,21 @@ def measure(peer: Peer, work: BenchOptions) -> Row:
         print(f"step {index + 1}: loss {loss:.4f}, {seconds[-1]:.3f} s", flush=True)
     meter.stop()
     tokens, timed = work.rows * work.length, seconds[work.warmup_steps :]
-    p50 = float(np.quantile(timed, 0.5))
-    row: Row = {f"seconds_per_step_p{q}": np.quantile(timed, q / 100).round(4) for q in QUANTILES}
+    row: Row = {f"seconds_per_step_p{q}": np.percentile(timed, q).round(4) for q in (20, 50, 80)}
+    p50 = row["seconds_per_step_p50"]
     row |= {
         "parameters": num_params,
         "tokens_per_second": round(tokens / p50, 1),
         "tflops_6n": round(6 * num_params * tokens / p50 / 1e12, 1),
         "losses": losses[work.warmup_steps :],
         "loss_head": "chunks" if trainee.head.liger is None else "liger",
-        "machine": meter.name or platform.processor() or platform.machine(),
     }
     return row | meter.figures() | notes
 
 
 def measure_megatrain(work: BenchOptions) -> Row:
     """Run megatrain's own bench; it tells the losses only as it goes."""
-    losses = []
+    losses: list[float] = []
 
     def listen(line: str) -> None:
         print(line, flush=True)
@@ -302,13 +281,16 @@ def measure_megatrain(work: BenchOptions) -> Row:
 
     budget = None if work.place == "device" else work.gpu_memory
     row = run_bench(replace(work, gpu_memory=budget), listen)
-    return row | MASTERS | {"losses": losses[work.warmup_steps : -1]}
+    return row | MASTERS | {"losses": losses[work.warmup_steps :]}
 
 
 def child(name: str, work: str, result: str) -> None:
     """One peer in this process; its row goes to a file."""
     Path("/proc/self/oom_score_adj").write_text("1000")  # if one must go, then this process
-    row = measure(PEERS[name], BenchOptions(**json.loads(work)))
+    device = choose_device("auto")
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    Path(result).write_text(json.dumps({"machine": machine}))  # also if it goes no further
+    row = measure(PEERS[name], BenchOptions(**json.loads(work)), device) | {"machine": machine}
     peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     row["host_rss_bytes"] = int(peak[1]) * 1024 if peak else None
     Path(result).write_text(json.dumps(row))
@@ -324,30 +306,23 @@ def in_process(name: str, work: BenchOptions, timeout_s: float) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         result, errors = Path(folder, "row.json"), Path(folder, "errors")
         command = [sys.executable, __file__, "--child", name, json.dumps(asdict(work)), str(result)]
-        before, began = host_bytes_used(), time.monotonic()
+        before, began = psutil.virtual_memory().used, time.monotonic()
         peak, late = before, False
-        with errors.open("w") as stderr, socket.socket() as probe:
-            probe.bind((WORLD["MASTER_ADDR"], 0))
-            env = os.environ | WORLD | {"MASTER_PORT": str(probe.getsockname()[1])}
-            process = subprocess.Popen(command, stderr=stderr, env=env)
+        with errors.open("w") as stderr:
+            process = subprocess.Popen(command, stderr=stderr, env=os.environ | WORLD)
         while process.poll() is None:
-            peak = max(peak, host_bytes_used())
+            peak = max(peak, psutil.virtual_memory().used)  # pinned memory too
             if late := time.monotonic() - began > timeout_s:
                 process.kill()
             time.sleep(0.2)
         text = errors.read_text(errors="replace")
         print(text[-4000:], flush=True)
-        told = {"host_rise_bytes": peak - before, "wall_seconds": round(time.monotonic() - began)}
-        if process.returncode == 0:
-            return json.loads(result.read_text()) | told
-        why = f"not done after {timeout_s:.0f} s" if late else reason(text, process.returncode)
-        return {"error": why} | told
-
-
-def host_bytes_used() -> int:
-    """Of the whole machine: memory that is pinned may not count for its process."""
-    memory = psutil.virtual_memory()
-    return int(memory.total - memory.available)
+        row = json.loads(result.read_text()) if result.exists() else {}
+        row |= {"host_rise_bytes": peak - before, "wall_seconds": round(time.monotonic() - began)}
+        if process.returncode:
+            why = reason(text, process.returncode)
+            row["error"] = f"not done after {timeout_s:.0f} s" if late else why
+        return row
 
 
 def reason(text: str, code: int) -> str:
@@ -368,10 +343,10 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"{row['peer']:24}  {row['error'][:100]}")
             continue
         p50, losses = row["seconds_per_step_p50"], row["losses"]
-        ratio = f"{p50 / first:.2f}" if first else "-"
-        memory = (row.get("device_process_bytes"), row["host_rss_bytes"])
-        cells = [f"{p50:.3f}", ratio, f"{row['tokens_per_second']:,.0f}", f"{row['tflops_6n']:.1f}"]
-        cells += [f"{nbytes / 2**30:.1f}" if nbytes else "-" for nbytes in memory]
+        cells = [f"{p50:.3f}", f"{p50 / first:.2f}" if first else "-"]
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['tflops_6n']:.1f}"]
+        for nbytes in (row.get("device_process_bytes"), row["host_rss_bytes"]):
+            cells.append(f"{nbytes / 2**30:.1f}" if nbytes else "-")
         text = "".join(f"{cell:>9}" for cell in cells)
         lines.append(f"{row['peer']:24}{text}  {losses[0]:.4f} to {losses[-1]:.4f}")
     return "\n".join(lines)
@@ -384,7 +359,7 @@ def parse() -> argparse.Namespace:
     numbers = {"rows": 32, "length": 1024, "micro-rows": 16, "steps": 6, "warmup-steps": 3}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--offload-micro-rows", type=int, help="default: all rows at once")
+    parser.add_argument("--offload-rows", type=int, help="default: all rows at once")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--gpu-memory", type=parse_bytes)
     parser.add_argument("--no-compile", action="store_true")
@@ -392,9 +367,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900, help="seconds of one peer")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
-    args.offload_micro_rows = args.offload_micro_rows or args.rows
-    if args.rows % args.offload_micro_rows:
-        parser.error("--offload-micro-rows must divide --rows")
+    args.offload_rows = args.offload_rows or args.rows
+    if args.rows % args.offload_rows:
+        parser.error("--offload-rows must divide --rows")
     return args
 
 
@@ -402,9 +377,8 @@ def main() -> None:
     """Every peer, one after the other."""
     args = parse()
     versions = {"python": platform.python_version(), "megatrain": __version__}
-    for package in PACKAGES:
-        if importlib.util.find_spec(package.replace("-", "_")):
-            versions[package] = metadata.version(package)
+    found = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
+    versions |= {name: metadata.version(name) for name in found}
     names = ("model", "rows", "length", "steps", "warmup_steps", "max_grad_norm", "gpu_memory")
     rows: list[Row] = []
     for name in args.peers:
@@ -412,7 +386,8 @@ def main() -> None:
         options |= {"micro_rows": getattr(args, PEERS[name].micro), "compile": not args.no_compile}
         print(f"== {name}", flush=True)
         row = options | in_process(name, BenchOptions(**options), args.timeout)
-        rows.append(row | {"what": "peers", "peer": name, "versions": versions})
+        row |= {"what": "peers", "peer": name, "model": Path(args.model).name}
+        rows.append(row | {"versions": versions})
         append_row(args.output, rows[-1])
     print(table(rows))
 

@@ -168,6 +168,37 @@ def _size(name: str, text: str | None) -> int | None:
 
 
 @app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="Checkpoint or model directory.")],
+    target: Annotated[str, typer.Argument(help="Directory to make.")],
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"],
+        typer.Option(help="Of the weights; auto: as in the source's config."),
+    ] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest weights file.")] = "5GB",
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to this repository.")
+    ] = None,
+    private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
+) -> None:
+    """Write a plain Hugging Face model directory from the masters of a checkpoint."""
+    check_model(source)
+    max_shard_bytes = _size("max_shard_size", max_shard_size)
+    assert max_shard_bytes is not None
+    from megatrain.exporter import export_model
+
+    written = export_model(
+        Path(source),
+        Path(target),
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        push_to_hub=push_to_hub,
+        private=private,
+    )
+    typer.echo(f"{target}: {written}")
+
+
+@app.command()
 def env() -> None:
     """Print versions and hardware, for bug reports."""
     import psutil

@@ -15,6 +15,7 @@ from megatrain.checkpoint.contents import Contents, Read
 from megatrain.checkpoint.disk import Disk, FileRecord
 from megatrain.checkpoint.tensors import TensorFiles, data_of
 from megatrain.data.tokenizer import Tokenizer
+from megatrain.masters import split_master
 from megatrain.models import BlockModel
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -53,7 +54,7 @@ def save_model(
     contents = Contents.planned(model, max_shard_bytes=max_shard_bytes, dtype=target)
 
     def converted(block: int) -> dict[str, Tensor]:
-        return {name: tensor.to(target) for name, tensor in read_block(block).items()}
+        return {name: _rounded(tensor, target) for name, tensor in read_block(block).items()}
 
     files = TensorFiles(disk, folder, contents.files)
     for _, (name, data) in contents.pieces(converted):
@@ -66,6 +67,13 @@ def save_model(
     else:
         disk.rename(folder, path)
     disk.sync_directory(path.parent)
+
+
+def _rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """In bfloat16 the very weights that the masters have in training: ties go away from zero."""
+    if dtype is torch.bfloat16 and master.dtype is torch.float32:
+        return split_master(master)[0]
+    return master.to(dtype)
 
 
 def write_small_files(

@@ -22,6 +22,8 @@ from megatrain.checkpoint.tensors import TensorFiles, data_of
 from megatrain.memory import BlockStore, HostSlab
 
 LARGEST_BUFFER = 2**25
+Part = tuple[str, int, int]
+"""A file, and where in a buffer its next bytes are."""
 
 
 class BufferPool:
@@ -84,7 +86,8 @@ class Snapshot:
         self._contents, self._files, self._pool = contents, files, pool
         self._pieces = contents.pieces(weights, store)
         self._complete, self._undo = complete, undo
-        self._full: queue.SimpleQueue[tuple[str, Tensor, int] | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, list[Part]] | None] = queue.SimpleQueue()
+        self._buffer, self._used, self._parts = Tensor(), 0, list[Part]()
         self._copied = {block: threading.Event() for block in contents.order}
         self._ended = threading.Event()
         self._began = time.perf_counter()
@@ -118,18 +121,7 @@ class Snapshot:
 
     def _copy(self) -> None:
         try:
-            last = None
-            for block, (path, data) in self._pieces:
-                if last is not None and block != last:
-                    self._copied[last].set()
-                last = block if block in self._copied else None
-                for part in data.split(self._pool.buffer_bytes):
-                    buffer = self._pool.free.get()
-                    if self.error is not None:
-                        self._pool.free.put(buffer)
-                        return
-                    buffer[: part.numel()].copy_(part)
-                    self._full.put((path, buffer, part.numel()))
+            self._copy_all()
         except BaseException as error:  # noqa: BLE001  told to whoever waits
             self.error = self.error or error
         finally:
@@ -137,13 +129,38 @@ class Snapshot:
                 event.set()
             self._full.put(None)
 
+    def _copy_all(self) -> None:
+        """Fill one buffer after the other; a block is copied when its last byte is in one."""
+        self._buffer, self._used, self._parts = self._pool.free.get(), 0, []
+        last: int | None = None
+        try:
+            for block, (path, data) in self._pieces:
+                if last is not None and block != last:
+                    self._copied[last].set()
+                last = block if block in self._copied else None
+                while data.numel() and self.error is None:
+                    data = data[self._copy_part(path, data) :]
+        finally:
+            self._full.put((self._buffer, self._parts))
+
+    def _copy_part(self, path: str, data: Tensor) -> int:
+        """Bytes that still had room in the buffer."""
+        count, used = min(data.numel(), self._pool.buffer_bytes - self._used), self._used
+        self._buffer[used : used + count].copy_(data[:count])
+        self._parts.append((path, used, used + count))
+        self._used += count
+        if self._used == self._pool.buffer_bytes:
+            self._full.put((self._buffer, self._parts))
+            self._buffer, self._used, self._parts = self._pool.free.get(), 0, []
+        return count
+
     def _write(self) -> None:
         try:
             while (item := self._full.get()) is not None:
-                path, buffer, nbytes = item
+                buffer, parts = item
                 try:
-                    if self.error is None:
-                        self._files.write(path, data_of(buffer[:nbytes]))
+                    for path, start, end in parts if self.error is None else ():
+                        self._files.write(path, data_of(buffer[start:end]))
                 except BaseException as error:  # noqa: BLE001  told to whoever waits
                     self.error = error
                 finally:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from megatrain.errors import UserError
@@ -82,6 +82,30 @@ def find_model(
     patterns = [*TEXT_FILES, *([gguf_file] if gguf_file else ())]
     directory = _snapshot(name, revision, cache_dir, patterns, key=key)
     return ModelFiles(name=name, directory=directory, gguf_file=gguf_file, cache_dir=cache_dir)
+
+
+def upload_model(folder: Path, name: str, *, private: bool) -> None:
+    """Upload a model directory to a repository on the Hub, which is made if it is not there.
+
+    Args:
+        folder: everything in it is uploaded.
+        name: `owner/name`.
+        private: of a repository that is new.
+
+    Raises:
+        UserError: without a network, a token or the right to write there.
+    """
+    api = HfApi()
+    try:
+        api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(folder_path=folder, repo_id=name)
+    except (OSError, ValueError) as error:
+        found = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(
+            asked=f"upload {folder} to {name}",
+            found=found,
+            change="log in (hf auth login), go online, or upload the directory later",
+        ) from error
 
 
 def _snapshot(

@@ -1,0 +1,93 @@
+"""Files that we write as safetensors are what the library reads, whatever their tensors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from megatrain.checkpoint.disk import Disk, record_of
+from megatrain.checkpoint.tensors import (
+    FilePlan,
+    Shards,
+    TensorFiles,
+    TensorSpec,
+    bytes_of,
+    data_of,
+    index_of,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool]
+
+
+def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 10).to(dtype)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 7), max_size=3)),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(1, 300),
+    st.integers(1, 50),
+)
+def test_what_is_written_is_read_by_the_library(
+    tmp_path_factory: pytest.TempPathFactory,
+    forms: list[tuple[torch.dtype, list[int]]],
+    max_bytes: int,
+    part: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    tensors = {f"t{i}": tensor_of(*form, seed=i) for i, form in enumerate(forms)}
+    shards = Shards(max_bytes=max_bytes)
+    for name, tensor in tensors.items():
+        shards.add(TensorSpec.of(name, tensor))
+    plans = shards.plans()
+    place = {spec.name: name for name, plan in plans.items() for spec in plan.tensors}
+    files = TensorFiles(Disk(), folder, plans)
+    for name, tensor in tensors.items():
+        for piece in bytes_of(tensor).split(part):
+            files.write(place[name], data_of(piece))
+    assert files.records.keys() == plans.keys()
+    for name, plan in plans.items():
+        path = folder / name
+        assert path.stat().st_size == plan.nbytes
+        assert record_of(path) == files.records[name]
+        assert len(plan.tensors) == 1 or sum(spec.nbytes for spec in plan.tensors) <= max_bytes
+        with safe_open(path, framework="pt") as file:
+            assert set(file.keys()) == {spec.name for spec in plan.tensors}
+            for spec in plan.tensors:
+                found = file.get_tensor(spec.name)
+                assert found.dtype is spec.dtype and torch.equal(found, tensors[spec.name])
+    assert index_of(plans).count(b"safetensors") == len(tensors)
+
+
+def test_a_file_that_exists_is_not_written_over(tmp_path: Path) -> None:
+    Disk().write(tmp_path / "a", b"first")
+    with pytest.raises(FileExistsError):
+        Disk().write(tmp_path / "a", b"second")
+    assert (tmp_path / "a").read_bytes() == b"first"
+
+
+def test_large_writes_are_sent_to_the_disk_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatrain.checkpoint.disk.SYNC_BYTES", 100)
+    file = Disk().create(tmp_path / "a")
+    for _ in range(10):
+        file.write(b"x" * 64)
+    assert file.close() == record_of(tmp_path / "a")
+    assert (tmp_path / "a").stat().st_size == 640
+
+
+def test_the_index_of_one_file_is_none() -> None:
+    shards = Shards(max_bytes=100)
+    shards.add(TensorSpec(name="a", dtype=torch.float32, shape=(2,)))
+    assert list(shards.plans()) == ["model.safetensors"]
+    assert FilePlan(tensors=()).nbytes == len(FilePlan(tensors=()).header)
