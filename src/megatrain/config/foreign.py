@@ -77,7 +77,7 @@ _met("bf16_full_eval", "evaluation computes in the same dtype as training", True
 _met(
     "gradient_checkpointing gradient_checkpointing_kwargs"
     " activation_checkpointing activation_checkpointing_kwargs",
-    "every block is recomputed in backward",
+    "blocks are recomputed in backward, unless there is room for their activations",
 )
 _met(
     "optim",

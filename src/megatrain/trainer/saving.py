@@ -7,7 +7,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +58,34 @@ class SaveSchedule:
         return math.ceil(self._total / self._every) - after // self._every
 
 
+@dataclass(frozen=True, kw_only=True)
+class SaveFigures:
+    """What one checkpoint has cost."""
+
+    step: int
+    nbytes: int
+    seconds: float
+    """Until it had its name; training goes on meanwhile."""
+    flush_s: float
+    """Updates that were due anyway, done at once and in nobody's shadow."""
+    waited_s: float
+    """Training stood still."""
+    expected_wait_s: float
+
+    def in_words(self) -> str:
+        """One line for a person."""
+        return (
+            f"checkpoint-{self.step}: {format_bytes(self.nbytes)} in {self.seconds:.1f} s, training"
+            f" waited {self.waited_s:.1f} s ({self.expected_wait_s:.1f} s expected)"
+        )
+
+    def row(self) -> dict[str, Any]:
+        """For the log."""
+        return {"step": self.step} | {
+            f"checkpoint_{name}": value for name, value in asdict(self).items() if name != "step"
+        }
+
+
 class Saver:
     """Has checkpoints written while training goes on.
 
@@ -67,6 +97,7 @@ class Saver:
         writer: None if there are no checkpoints.
         engine: flushed before its state is taken.
         note: told what happens.
+        record: given a row for each checkpoint.
     """
 
     def __init__(
@@ -77,15 +108,16 @@ class Saver:
         writer: CheckpointWriter | None,
         engine: Engine,
         note: Callable[[str], None],
+        record: Callable[[dict[str, Any]], None],
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
-        self._note = note
+        self._note, self._record = note, record
         self._digest = "" if writer is None else data_digest(config.train_files)
         self.schedule = SaveSchedule.of(config, run)
         self._snapshot: Snapshot | None = None
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
-        self._expected_s = 0.0
+        self._expected_s = self._flush_s = self._held_up_s = 0.0
         self._retry_at: int | None = None
         self._gap = 1
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -125,10 +157,13 @@ class Saver:
         """Begin a checkpoint of this moment; one that is running is waited for first."""
         if self._writer is None:
             return
+        began = time.perf_counter()
         self.wait()
         if self._step == progress.step:
             return
+        self._held_up_s = time.perf_counter() - began
         self._engine.flush()
+        self._flush_s = time.perf_counter() - began - self._held_up_s
         self._step, self._retry_at = progress.step, None
         try:
             best = progress.best(self._writer.output)
@@ -220,10 +255,16 @@ class Saver:
             return
         self._gap, written = 1, snapshot.written
         self._rate = written.nbytes / max(written.seconds, 1e-9)
-        self._note(
-            f"checkpoint-{self._step}: {format_bytes(written.nbytes)} in {written.seconds:.1f} s,"
-            f" training waited {written.waited_s:.1f} s ({self._expected_s:.1f} s expected)"
+        figures = SaveFigures(
+            step=self._step,
+            nbytes=written.nbytes,
+            seconds=written.seconds,
+            flush_s=self._flush_s,
+            waited_s=written.waited_s + self._held_up_s,
+            expected_wait_s=self._expected_s,
         )
+        self._note(figures.in_words())
+        self._record(figures.row())
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, self._gap * 2

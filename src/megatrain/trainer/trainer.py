@@ -119,21 +119,26 @@ class Trainer:
         if config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        with (
-            self.output as output,
-            Console(run.total_steps, quiet=self.quiet) as console,
-            Requests(output.path) as requests,
-        ):
+        with self.output as output, Console(run.total_steps, quiet=self.quiet) as console:
             plan = self._plan()
             store = self._load_weights(console, plan.resident)
             engine = self._engine(plan, store)
             writer = output.writer(config, run, store)
-            saver = Saver(config=config, run=run, writer=writer, engine=engine, note=console.note)
+            log = self._log(console)
+            saver = Saver(
+                config=config,
+                run=run,
+                writer=writer,
+                engine=engine,
+                note=console.note,
+                record=log.write,
+            )
             console.note(self._summary(plan, saver))
             if self.resumed is None:
                 output.remove_earlier_run(console.note)
             try:
-                result = self._loop(engine, saver, requests, console)
+                with Requests(output.path) as requests:
+                    result = self._loop(engine, saver, requests, log, console)
             finally:
                 saver.wait()  # what it copies from must stay
             if self.stopped_by is None:
@@ -199,10 +204,10 @@ class Trainer:
         return store
 
     def _loop(
-        self, engine: Engine, saver: Saver, requests: Requests, console: Console
+        self, engine: Engine, saver: Saver, requests: Requests, log: RunLog, console: Console
     ) -> EvalResult | None:
         config, run, progress = self.config, self.run, self.progress
-        first, log = progress.step, self._log(console)
+        first = progress.step
         result = None if first else self._evaluate(engine, log, console)
         meter, skipped_in_a_row, spans = _Meter(first), 0, list[Span]()
         for step in range(first, run.total_steps):

@@ -1,0 +1,160 @@
+"""What does a checkpoint cost a run: memory, time in which training waits, time to go on from it?
+
+    python benchmarks/checkpoint_cost.py configs/shapes/llama-50m --steps 12 --save-steps 4
+
+Trains a shape with random weights on random text, with asynchronous checkpoints, then goes on from
+the last one in a process of its own.  Appends one JSON line to
+benchmarks/results/checkpoint_cost.jsonl: for each checkpoint its bytes and seconds, for how long
+training waited and for how long it was expected to, and the peak of this process's private memory
+during saves and while a checkpoint is loaded.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "checkpoint_cost.jsonl"
+
+
+class PrivateMemory:
+    """The peak of this process's anonymous memory, sampled every 5 ms."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def now(self) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.split("RssAnon:")[1].split()[0]) * 1024
+
+    def reset(self) -> int:
+        self.peak = self.now()
+        return self.peak
+
+    def _watch(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.now())
+            time.sleep(0.005)
+
+
+def make_folder(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The shape with a byte tokenizer, random text, and the config of the run."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.tokenizers_for_tests import byte_tokenizer
+
+    shutil.copytree(arguments.shape, folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    draw = random.Random(0)
+    rows = max(arguments.steps * arguments.rows // 2, arguments.rows)
+    with (folder / "data.jsonl").open("w") as file:
+        for _ in range(rows):
+            letters = draw.choices("abcdefghijklmnopqrstuvwxyz ", k=arguments.length - 1)
+            file.write(json.dumps({"text": "".join(letters)}) + "\n")
+    keys = {
+        "model_name_or_path": str(folder / "model"),
+        "model_init": "random",
+        "train_files": [str(folder / "data.jsonl")],
+        "output_dir": str(arguments.output or folder / "out"),
+        "overwrite_output_dir": True,
+        "max_length": arguments.length,
+        "per_device_train_batch_size": arguments.micro_rows,
+        "gradient_accumulation_steps": arguments.rows // arguments.micro_rows,
+        "max_steps": arguments.steps,
+        "save_steps": arguments.save_steps,
+        "save_total_limit": 1,
+        "max_grad_norm": arguments.max_grad_norm,
+        "lr_scheduler_type": "constant",
+        "save_only_model": False,
+    }
+    for name in ("checkpoint_memory", "gpu_memory", "host_memory"):
+        if value := getattr(arguments, name):
+            keys[name] = value
+    return keys
+
+
+def train(keys: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one run."""
+    from megatrain.config import make_config
+    from megatrain.trainer import Trainer
+
+    memory, seen = PrivateMemory(), dict[str, Any]()
+    trainer = Trainer(make_config(keys)[0])
+    load, loop = trainer._load_weights, trainer._loop
+
+    def measured_load(*parts: Any) -> Any:
+        before, began = memory.reset(), time.perf_counter()
+        store = load(*parts)
+        seen["load_s"] = time.perf_counter() - began
+        seen["load_peak_bytes"] = memory.peak - before
+        seen["state_bytes"] = store.slab.nbytes
+        return store
+
+    def measured_loop(*parts: Any) -> Any:
+        before = memory.reset()
+        result = loop(*parts)
+        seen["loop_peak_bytes"] = memory.peak - before
+        return result
+
+    trainer._load_weights = measured_load  # type: ignore[method-assign]
+    trainer._loop = measured_loop  # type: ignore[method-assign]
+    began = time.perf_counter()
+    trainer.train()
+    seen["train_s"] = time.perf_counter() - began
+    seen["checkpoint_memory_bytes"] = trainer.run.memory.checkpoint
+    seen["params"] = trainer.model.num_params
+    lines = (Path(keys["output_dir"]) / "log.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    seen["saves"] = [row for row in rows if "checkpoint_seconds" in row]
+    return seen
+
+
+def main() -> None:
+    """Train and save, then load in another process; print, record."""
+    parser = argparse.ArgumentParser(description="Measure what checkpoints cost.")
+    parser.add_argument("shape", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--save-steps", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--micro-rows", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--checkpoint-memory")
+    parser.add_argument("--gpu-memory")
+    parser.add_argument("--host-memory")
+    parser.add_argument("--output", type=Path, help="Directory of the run.")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--resume-with", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.resume_with:
+        print("RESUMED " + json.dumps(train(json.loads(arguments.resume_with))))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        keys = make_folder(arguments, Path(scratch))
+        row: dict[str, Any] = {"shape": str(arguments.shape)} | train(keys)
+        more = keys | {"max_steps": arguments.steps + 1, "resume_from_checkpoint": "auto"}
+        command = [sys.executable, __file__, str(arguments.shape)]
+        done = subprocess.run(
+            [*command, "--resume-with", json.dumps(more)], capture_output=True, text=True
+        )
+        resumed = [line for line in done.stdout.splitlines() if line.startswith("RESUMED ")]
+        if not resumed:
+            sys.exit(done.stdout + done.stderr)
+        row["resumed"] = json.loads(resumed[0].removeprefix("RESUMED "))
+    row |= {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    print(json.dumps(row, indent=1))
+    with arguments.results.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
