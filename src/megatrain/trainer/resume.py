@@ -19,6 +19,11 @@ from megatrain.checkpoint import (
     write_config,
 )
 from megatrain.checkpoint.disk import record_of
+from megatrain.checkpoint.foreign import (
+    is_of_transformers,
+    read_trainer_state,
+    restore_optimizer,
+)
 from megatrain.config import TrainConfig, changes
 from megatrain.data.files import find_files
 from megatrain.errors import UserError
@@ -49,8 +54,11 @@ class Resumption:
         source = load_block_weights(model, self.folder, LoadReport(), complete=True)
         layouts = [block.layout for block in model.blocks]
         store = BlockStore.filled(layouts, source, device=run.device, resident=resident)
-        restore_state(store, self.folder)
-        store.adam_steps[:] = self.state.adam_steps
+        if is_of_transformers(self.folder):
+            restore_optimizer(store, model, self.folder)
+        else:
+            restore_state(store, self.folder)
+            store.adam_steps[:] = self.state.adam_steps
         return store
 
 
@@ -84,6 +92,8 @@ def resume(config: TrainConfig, run: PreparedRun, note: Callable[[str], None]) -
     asked = config.resume_from_checkpoint
     if isinstance(asked, str) and asked != "auto":
         folder: Path | None = Path(asked)
+        if is_of_transformers(Path(asked)):
+            return _of_transformers(Path(asked), run, note)
         _verify_or_offer(Path(asked))
     else:
         folder = last_whole(Path(config.output_dir), note)
@@ -92,6 +102,17 @@ def resume(config: TrainConfig, run: PreparedRun, note: Callable[[str], None]) -
     state = read_state(folder)
     _check_same_run(folder, state, config, run, note)
     note(f"going on from {folder} after step {state.step}")
+    return Resumption(folder=folder, state=state)
+
+
+def _of_transformers(folder: Path, run: PreparedRun, note: Callable[[str], None]) -> Resumption:
+    """Weights, moments and the step; its order of the data is not ours, its options are unknown."""
+    state = read_trainer_state(folder)
+    _check_steps(folder, state.step, run)
+    note(
+        f"going on from {folder}, which transformers' Trainer wrote, after step {state.step}: its"
+        " model and optimizer; order of the data and all options are those of this run"
+    )
     return Resumption(folder=folder, state=state)
 
 
@@ -141,10 +162,14 @@ def _check_same_run(
         )
     if told:
         note(f"changed since {folder.name}: {'; '.join(told)}")
-    if state.step > run.total_steps:
+    _check_steps(folder, state.step, run)
+
+
+def _check_steps(folder: Path, done: int, run: PreparedRun) -> None:
+    if done > run.total_steps:
         raise UserError(
             asked=f"resume_from_checkpoint: {folder} with {run.total_steps} steps in all",
-            found=f"{state.step} steps done",
+            found=f"{done} steps done",
             change="raise max_steps or num_train_epochs",
         )
 
