@@ -66,7 +66,7 @@ def evaluate(
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
     dataset_format: Annotated[
-        Literal["auto", "text", "prompt_completion", "messages"],
+        Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens"],
         typer.Option(help="Format of the records."),
     ] = "auto",
     prompt_column: Annotated[str, typer.Option(help="Column of the prompt.")] = "prompt",

@@ -133,13 +133,17 @@ class TrainConfig(BaseModel):
     )
 
     train_files: list[str] = Field(
-        min_length=1, description="Files, folders or globs (.jsonl, .json, .txt)."
+        min_length=1,
+        description="Files, folders or globs: .jsonl, .json, .txt, .csv, .tsv (all of them also"
+        " as .gz, .bz2, .xz), .parquet, .arrow.",
     )
     eval_files: list[str] = Field(default_factory=list, description="Held-out files.")
     eval_split: float = Field(
         0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
     )
-    dataset_format: Literal["auto", "text", "prompt_completion", "messages"] = Field(
+    dataset_format: Literal[
+        "auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens"
+    ] = Field(
         "auto", description="Format of the records; auto looks at the columns of the first one."
     )
     prompt_column: str = Field("prompt", description="Column that holds the prompt.")

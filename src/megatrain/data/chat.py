@@ -33,6 +33,8 @@ MARKER = "\ue000turn\ue000"
 Message = dict[str, Any]
 Span = tuple[int, int]
 """First character and the one after the last."""
+WEIGHT = "weight"
+"""Key of an assistant's message that says how much its tokens count as targets: 0, 1 or another."""
 
 
 def chat_row(
@@ -71,13 +73,29 @@ def chat_row(
     whole = chat.render(chat.messages)
     if assistant_only:
         spans = chat.assistant_spans(whole, prompt_messages)
+        of_spans = [messages[index].get(WEIGHT) for index in spans]
     else:
         start = chat.prompt_length(whole, prompt_messages) if prompt_messages else 0
-        spans = [(start, len(whole))]
-    ids, weights = _tokens_in_spans(tokenizer, whole, spans)
+        spans, of_spans = {0: (start, len(whole))}, [None]
+        _check_unweighted(messages, place)
+    ids, weights = _tokens_in_spans(
+        tokenizer,
+        whole,
+        list(spans.values()),
+        [1.0 if weight is None else float(weight) for weight in of_spans],
+    )
     row = text_row(ids)
     row.weights[:] = weights
     return row
+
+
+def _check_unweighted(messages: Sequence[Message], place: str) -> None:
+    if any(message.get(WEIGHT) is not None for message in messages):
+        raise UserError(
+            asked=f"chat messages at {place} with a weight",
+            found="assistant_only_loss: false, where every token counts the same",
+            change="remove the weights, or set assistant_only_loss: true",
+        )
 
 
 def check_messages(messages: Any, place: str) -> None:
@@ -105,6 +123,20 @@ def check_messages(messages: Any, place: str) -> None:
         if not isinstance(content, str | list) and not (content is None and calls):
             found = f"content that is a {type(content).__name__} (message {number})"
             raise UserError(asked=asked, found=found, change=change)
+        _check_weight(message, f"{asked}, message {number}")
+
+
+def _check_weight(message: Message, asked: str) -> None:
+    weight = message.get(WEIGHT)
+    if weight is None:
+        return
+    fits = isinstance(weight, int | float) and 0 <= weight < float("inf")
+    if not fits or message["role"] != "assistant":
+        raise UserError(
+            asked=asked,
+            found=f"a weight of {weight} for role '{message['role']}'",
+            change="give the assistant's messages a number from 0, and others none",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +163,14 @@ class _Conversation:
             ) from error
         return str(rendered)
 
-    def assistant_spans(self, whole: str, first: int) -> list[Span]:
-        """Characters of each assistant turn from message `first` on."""
+    def assistant_spans(self, whole: str, first: int) -> dict[int, Span]:
+        """Characters of each assistant turn from message `first` on, by the message's number."""
         self._check_contents_show()
-        return [
-            self.turn_span(whole, index)
+        return {
+            index: self.turn_span(whole, index)
             for index, message in enumerate(self.messages)
             if index >= first and message["role"] == "assistant"
-        ]
+        }
 
     def _check_contents_show(self) -> None:
         """Templates made for lists of parts leave plain texts out without a word."""
@@ -252,9 +284,9 @@ def _agreement(before: str, lead: str) -> int | None:
 
 
 def _tokens_in_spans(
-    tokenizer: Tokenizer, text: str, spans: Sequence[Span]
+    tokenizer: Tokenizer, text: str, spans: Sequence[Span], of_spans: Sequence[float]
 ) -> tuple[list[int], npt.NDArray[np.float32]]:
-    """Token ids of a rendered conversation, weight 1 where a token shares a character with a span.
+    """Token ids of a rendered conversation; one that shares a character with a span has its weight.
 
     Without offsets, a border lies where the ids of the text up to it stop agreeing with the ids of
     the whole.
@@ -262,17 +294,17 @@ def _tokens_in_spans(
     if not tokenizer.is_fast:
         ids = token_ids(tokenizer, text, add_special_tokens=False)
         weights = np.zeros(len(ids), dtype=np.float32)
-        for first, last in spans:
+        for (first, last), weight in zip(spans, of_spans, strict=True):
             start, _ = _border(tokenizer, ids, text[:first])
             agreed, length = _border(tokenizer, ids, text[:last])
-            weights[start : agreed + (agreed < length)] = 1.0
+            weights[start : agreed + (agreed < length)] = weight
         return ids, weights
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = list(encoded["input_ids"])
     weights = np.zeros(len(ids), dtype=np.float32)
     offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    for first, last in spans:
-        weights[(offsets[:, 1] > first) & (offsets[:, 0] < last)] = 1.0
+    for (first, last), weight in zip(spans, of_spans, strict=True):
+        weights[(offsets[:, 1] > first) & (offsets[:, 0] < last)] = weight
     return ids, weights
 
 

@@ -52,6 +52,13 @@ def load_rows(
 
 def _check_vocabulary(rows: Sequence[Row], record: Record, vocab_size: int | None) -> None:
     largest = max((int(row.input_ids.max(initial=0)) for row in rows), default=0)
+    smallest = min((int(row.input_ids.min(initial=0)) for row in rows), default=0)
+    if smallest < 0:
+        raise UserError(
+            asked=f"the tokens of {record.place}",
+            found=f"token {smallest}",
+            change="give token ids from 0",
+        )
     if vocab_size is not None and largest >= vocab_size:
         raise UserError(
             asked=f"the tokens of {record.place}",

@@ -1,19 +1,33 @@
 """Records out of files, each with the place that it came from.
 
-Promise: whatever cannot be read names its file and line and what was expected there.  A .jsonl file
-is read line by line; .json and .txt files are held in memory one at a time.
+Promise: whatever cannot be read names its file and line and what was expected there.  Lines of
+.jsonl and .csv and batches of .parquet and .arrow are read one after the other; .json and .txt
+files are held in memory one at a time.  What is compressed is decompressed on the way.
 """
 
+import bz2
+import csv
 import glob
+import gzip
 import json
-from collections.abc import Iterator, Sequence
+import lzma
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from megatrain.data.tables import TABLES, read_table
 from megatrain.errors import UserError
 
-SUFFIXES = (".jsonl", ".json", ".txt")
+COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
+"""What opens a compressed file, by the last part of its name."""
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SUFFIXES = (".jsonl", ".json", ".txt", *DELIMITERS, *TABLES)
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"text": "..."}'
@@ -44,19 +58,30 @@ def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         )
     found = [file for path in listed for file in _matches(str(path))]
     for file in found:
-        if file.suffix not in SUFFIXES:
+        if not _is_known(file):
             raise UserError(
                 asked=f"data from {file}",
-                found=f"a file of kind '{file.suffix}'",
-                change=f"use one of {', '.join(SUFFIXES)}",
+                found=f"a file of kind '{''.join(file.suffixes[-2:])}'",
+                change=f"use one of {', '.join(SUFFIXES)}; the first five also compressed as"
+                f" {', '.join(COMPRESSIONS)}",
             )
     return found
+
+
+def kind_of(file: Path) -> str:
+    """One of `SUFFIXES` (or something else); what compresses it is left out."""
+    return Path(file.stem).suffix if file.suffix in COMPRESSIONS else file.suffix
+
+
+def _is_known(file: Path) -> bool:
+    kind = kind_of(file)
+    return kind in SUFFIXES and not (kind in TABLES and file.suffix in COMPRESSIONS)
 
 
 def _matches(path: str) -> list[Path]:
     try:
         if Path(path).is_dir():
-            matches = [p for p in sorted(Path(path).iterdir()) if p.suffix in SUFFIXES]
+            matches = [p for p in sorted(Path(path).iterdir()) if _is_known(p)]
         elif Path(path).is_file():
             return [Path(path)]
         else:
@@ -76,38 +101,78 @@ def _matches(path: str) -> list[Path]:
 def read_records(file: Path) -> Iterator[Record]:
     """Records of one file; a .txt file is one record with a `text`.
 
-    Blank lines of a .jsonl file are passed over.
+    Blank lines of a .jsonl or .csv file are passed over; every value of a .csv file is text.
 
     Raises:
         UserError: naming file and line of what cannot be read.
     """
-    if file.suffix == ".jsonl":
-        yield from _json_lines(file)
+    kind = kind_of(file)
+    if kind in TABLES:
+        for number, value in enumerate(read_table(file)):
+            yield Record(value=value, place=f"{file}:row {number}")
         return
     try:
-        content = file.read_bytes()
-    except OSError as error:
+        with _open(file) as stream:
+            if kind == ".jsonl":
+                yield from _json_lines(stream, file)
+            elif kind in DELIMITERS:
+                yield from _delimited(stream, file, DELIMITERS[kind])
+            else:
+                yield from _whole(stream.read(), file, kind)
+    except (OSError, EOFError, lzma.LZMAError) as error:
         raise _unreadable(file, error) from error
+
+
+def _open(file: Path) -> BinaryIO:
+    stream: BinaryIO = COMPRESSIONS.get(file.suffix, _plain)(file)
+    return stream
+
+
+def _plain(file: Path) -> BinaryIO:
+    return file.open("rb")
+
+
+def _whole(content: bytes, file: Path, kind: str) -> Iterator[Record]:
     text = _decode(content, file, first_line=1, offset=0)
-    if file.suffix == ".txt":
+    if kind == ".txt":
         yield Record(value={"text": text}, place=str(file))
     else:
         yield from _json_list(text, file)
 
 
-def _json_lines(file: Path) -> Iterator[Record]:
+def _lines(stream: BinaryIO, file: Path) -> Iterator[str]:
     offset = 0
+    for number, raw in enumerate(stream, start=1):
+        yield _decode(raw, file, first_line=number, offset=offset)
+        offset += len(raw)
+
+
+def _json_lines(stream: BinaryIO, file: Path) -> Iterator[Record]:
+    for number, line in enumerate(_lines(stream, file), start=1):
+        if line.strip():
+            place = f"{file}:{number}"
+            expected = f"give each line one whole JSON object such as {EXAMPLE}"
+            yield _record(_parse(line, place, expected), place)
+
+
+def _delimited(stream: BinaryIO, file: Path, delimiter: str) -> Iterator[Record]:
+    """Rows under a line of column names; a cell may hold line breaks if it is quoted."""
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.DictReader(_lines(stream, file), delimiter=delimiter, strict=True)
     try:
-        with file.open("rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                line = _decode(raw, file, first_line=number, offset=offset)
-                offset += len(raw)
-                if line.strip():
-                    place = f"{file}:{number}"
-                    expected = f"give each line one whole JSON object such as {EXAMPLE}"
-                    yield _record(_parse(line, place, expected), place)
-    except OSError as error:
-        raise _unreadable(file, error) from error
+        for row in rows:
+            missing = [name for name, cell in row.items() if cell is None]
+            if None in row or missing:
+                raise csv.Error("more cells than columns" if None in row else "too few cells")
+            yield Record(value=dict(row), place=f"{file}:{rows.line_num}")
+    except csv.Error as error:
+        raise UserError(
+            asked=f"a row of {file}:{rows.line_num}",
+            found=str(error),
+            change="begin with a line of column names, quote cells that hold"
+            f" {'commas' if delimiter == ',' else 'tabs'}, quotes or line breaks, and double quotes"
+            " in them",
+        ) from error
 
 
 def _json_list(text: str, file: Path) -> Iterator[Record]:
@@ -179,7 +244,11 @@ def _record(item: Any, place: str) -> Record:
     return Record(value=item, place=place)
 
 
-def _unreadable(path: str | Path, error: OSError) -> UserError:
+def _unreadable(path: str | Path, error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.strerror is not None:
+        return UserError(asked=f"data from {path}", found=error.strerror, change="make it readable")
     return UserError(
-        asked=f"data from {path}", found=str(error.strerror), change="make it readable"
+        asked=f"data from {path}",
+        found=f"compressed data that is damaged or cut off ({error})",
+        change="compress or copy it again",
     )

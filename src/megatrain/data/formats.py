@@ -5,18 +5,26 @@ A new format is a name, its columns, and a branch of `record_rows`.
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.data.chat import chat_row, check_messages
+import numpy as np
+
+from megatrain.data.chat import Message, chat_row, check_messages
 from megatrain.data.files import Record
+from megatrain.data.foreign import (
+    ALPACA_COLUMNS,
+    alpaca_messages,
+    alpaca_pair,
+    sharegpt_messages,
+)
 from megatrain.data.rows import Row
-from megatrain.data.supervision import document_rows, prompt_completion_row
+from megatrain.data.supervision import document_rows, prompt_completion_row, text_row
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 
-FORMATS = ("text", "prompt_completion", "messages")
+FORMATS = ("text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,15 +79,8 @@ def check_options(options: DataOptions) -> None:
         )
 
 
-NOT_YET = {
-    "conversations": "convert ShareGPT rows to messages: a list of {role, content}",
-    "instruction": "convert Alpaca rows to prompt (instruction and input) and completion (output)",
-}
-"""Columns of formats that are not read, and what to do with them."""
-
-
 def detect_format(record: Record, options: DataOptions) -> str:
-    """The format whose columns the record has; messages before prompt/completion before text.
+    """The format whose columns the record has; the richest that it has them all of.
 
     Raises:
         UserError: naming the record's columns and the nearest wanted one.
@@ -87,7 +88,10 @@ def detect_format(record: Record, options: DataOptions) -> str:
     columns = set(record.value)
     wanted = {
         "messages": {"messages"},
+        "sharegpt": {"conversations"},
         "prompt_completion": {options.prompt_column, options.completion_column},
+        "alpaca": set(ALPACA_COLUMNS),
+        "tokens": {"input_ids"},
         "text": {"text"},
     }
     for name, needed in wanted.items():
@@ -95,12 +99,12 @@ def detect_format(record: Record, options: DataOptions) -> str:
             return name
     every = sorted(set().union(*wanted.values()) - columns)
     near = [(c, m) for c in sorted(columns) for m in difflib.get_close_matches(c, every, n=1)]
+    near.sort(key=lambda pair: -difflib.SequenceMatcher(None, *pair).ratio())
     hint = f"rename a column to '{near[0][1]}' ('{near[0][0]}' is near), or " if near else ""
     raise UserError(
         asked=f"detect the format of {record.place}",
         found=f"the columns {', '.join(sorted(columns)) or 'none'}",
-        change=next((NOT_YET[column] for column in NOT_YET if column in columns), None)
-        or f"{hint}set prompt_column and completion_column to the columns to train on",
+        change=f"{hint}set prompt_column and completion_column to the columns to train on",
     )
 
 
@@ -112,16 +116,21 @@ def record_rows(
     Raises:
         UserError: for columns that are missing or of a wrong type, and bad messages.
     """
-    if chosen == "messages":
+    if chosen == "prompt_completion":
+        yield _pair_row(record, tokenizer, options)
+    elif chosen == "alpaca" and not tokenizer.chat_template:
+        only = options.completion_only_loss is not False
+        yield prompt_completion_row(tokenizer, *alpaca_pair(record), completion_only=only)
+    elif chosen in MESSAGES_OF:
         yield chat_row(
             tokenizer,
-            _column(record, "messages", list),
+            MESSAGES_OF[chosen](record),
             record.place,
             assistant_only=options.assistant_only_loss,
             tools=_tools(record),
         )
-    elif chosen == "prompt_completion":
-        yield _pair_row(record, tokenizer, options)
+    elif chosen == "tokens":
+        yield _token_row(record)
     else:
         yield from document_rows(
             tokenizer,
@@ -129,6 +138,57 @@ def record_rows(
             max_length=options.max_length,
             end_of_sequence=options.text_end_of_sequence,
         )
+
+
+def _messages(record: Record) -> list[Message]:
+    messages: list[Message] = _column(record, "messages", list)
+    return messages
+
+
+MESSAGES_OF: dict[str, Callable[[Record], list[Message]]] = {
+    "messages": _messages,
+    "sharegpt": sharegpt_messages,
+    "alpaca": alpaca_messages,
+}
+"""Formats that are conversations."""
+
+UNSUPERVISED = -100
+"""In `labels`, as everywhere in torch."""
+MASKS = ("completion_mask", "assistant_masks")
+"""TRL's columns beside `input_ids`: 1 where a token is supervised."""
+
+
+def _token_row(record: Record) -> Row:
+    """`input_ids` as they are; `labels` and masks say which count as targets."""
+    ids = _integers(record, "input_ids")
+    row = text_row(ids)
+    if "labels" in record.value:
+        labels = np.asarray(_integers(record, "labels", like=len(ids)))
+        row.weights[:] = labels != UNSUPERVISED
+        other = (labels != UNSUPERVISED) & (labels != row.input_ids)
+        if other.any():
+            raise UserError(
+                asked=f"labels at {record.place}",
+                found=f"{labels[other][0]} where the token is {row.input_ids[other][0]}",
+                change=f"repeat input_ids in labels, or say {UNSUPERVISED}; they are shifted here",
+            )
+    for name in MASKS:
+        if record.value.get(name) is not None:
+            row.weights[:] *= np.asarray(_integers(record, name, like=len(ids))) != 0
+    return row
+
+
+def _integers(record: Record, name: str, *, like: int | None = None) -> list[int]:
+    values = _column(record, name, list)
+    wrong = next((value for value in values if type(value) is not int), None)
+    if wrong is not None or len(values) != (len(values) if like is None else like):
+        found = f"{len(values)} of them beside {like} input_ids"
+        raise UserError(
+            asked=f"column '{name}' (integers) at {record.place}",
+            found=found if wrong is None else f"a {type(wrong).__name__} among them",
+            change="mend the record",
+        )
+    return list(values)
 
 
 def _pair_row(record: Record, tokenizer: Tokenizer, options: DataOptions) -> Row:

@@ -102,7 +102,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     contents = _contents(config, blocks.model)
     memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
     _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
-    data = _load_data(config, tokenizer, blocks.model.learned_positions)
+    data = _load_data(config, tokenizer, blocks.model)
     sampler = StepSampler(
         len(data.train_rows),
         config.per_device_train_batch_size * config.gradient_accumulation_steps,
@@ -187,7 +187,7 @@ def _checked_memory(
     return budgets
 
 
-def _load_data(config: TrainConfig, tokenizer: Tokenizer, max_positions: int | None) -> RunData:
+def _load_data(config: TrainConfig, tokenizer: Tokenizer, model: BlockModel) -> RunData:
     options = DataOptions(
         max_length=config.max_length,
         format=config.dataset_format,
@@ -195,7 +195,8 @@ def _load_data(config: TrainConfig, tokenizer: Tokenizer, max_positions: int | N
         completion_column=config.completion_column,
         completion_only_loss=config.completion_only_loss,
         assistant_only_loss=config.assistant_only_loss,
-        max_positions=max_positions,
+        vocab_size=model.vocab_size,
+        max_positions=model.learned_positions,
     )
     rows: TokenizedRows = load_rows(config.train_files, tokenizer, options)
     held_out: Sequence[Row] = []
