@@ -59,6 +59,25 @@ def train(
     Trainer(config).train()
 
 
+@app.command("preprocess", context_settings=ANYTHING)
+def preprocess_data(
+    context: typer.Context,
+    config_path: Annotated[str, typer.Argument(metavar="CONFIG.yaml")],
+    sample: Annotated[int, typer.Option(min=0, help="Row to show.")] = 0,
+) -> None:
+    """Tokenise the data of CONFIG.yaml and show what is trained on; overrides as for train."""
+    config, notices = read_config(config_path, context.args)
+    for notice in notices:
+        typer.echo(f"note: {notice}", err=True)
+    check_model(config.model_name_or_path, config.gguf_file)
+    find_files([*config.train_files, *config.eval_files])
+    from megatrain.trainer import preprocess
+
+    console = Console(soft_wrap=True, highlight=False)
+    for part in preprocess(config, sample):
+        console.print(part)
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model directory, id, or GGUF file.")],

@@ -1,5 +1,6 @@
 """A training run in the open: it wires the rooms and computes nothing itself."""
 
+from megatrain.trainer.preprocess import preprocess
 from megatrain.trainer.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "preprocess"]

@@ -94,7 +94,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     files = find_model(
         name, gguf_file=gguf_file, revision=config.model_revision, cache_dir=config.cache_dir
     )
-    tokenizer = _load_tokenizer(config, files)
+    tokenizer = load_run_tokenizer(config, files)
     blocks = _load_blocks(config, files, tokenizer, compute_dtype)
     if fetch_weights and config.model_init == "pretrained":
         files.fetch_weights()
@@ -102,7 +102,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     contents = _contents(config, blocks.model)
     memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
     _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
-    data = _load_data(config, tokenizer, blocks.model)
+    data = load_data(config, tokenizer, blocks.model)
     sampler = StepSampler(
         len(data.train_rows),
         config.per_device_train_batch_size * config.gradient_accumulation_steps,
@@ -128,7 +128,8 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     )
 
 
-def _load_tokenizer(config: TrainConfig, files: ModelFiles) -> Tokenizer:
+def load_run_tokenizer(config: TrainConfig, files: ModelFiles) -> Tokenizer:
+    """The model's own, or another's; with the tokens that are to be added."""
     if config.tokenizer_name is not None:
         files = find_model(config.tokenizer_name, key="tokenizer_name", cache_dir=config.cache_dir)
     tokenizer = load_tokenizer(
@@ -187,7 +188,10 @@ def _checked_memory(
     return budgets
 
 
-def _load_data(config: TrainConfig, tokenizer: Tokenizer, model: BlockModel) -> RunData:
+def load_data(
+    config: TrainConfig, tokenizer: Tokenizer, model: BlockModel | None = None
+) -> RunData:
+    """Tokenise all files; with a model, what it has no token or position for is refused."""
     options = DataOptions(
         max_length=config.max_length,
         format=config.dataset_format,
@@ -195,8 +199,8 @@ def _load_data(config: TrainConfig, tokenizer: Tokenizer, model: BlockModel) -> 
         completion_column=config.completion_column,
         completion_only_loss=config.completion_only_loss,
         assistant_only_loss=config.assistant_only_loss,
-        vocab_size=model.vocab_size,
-        max_positions=model.learned_positions,
+        vocab_size=None if model is None else model.vocab_size,
+        max_positions=None if model is None else model.learned_positions,
     )
     rows: TokenizedRows = load_rows(config.train_files, tokenizer, options)
     held_out: Sequence[Row] = []
