@@ -158,11 +158,11 @@ _refused("auto_find_batch_size", "micro_batch_tokens splits a step, and changes 
 _refused("logging_first_step", "use logging_steps: 1")
 _refused("log_level", "messages are not graded", "passive", "info")
 _refused("log_level_replica", "there is one process", "warning")
-_refused("report_to", "the log is JSON lines in output_dir so far", "none", [], ["none"])
 _refused(
-    "run_name project trackio_space_id trackio_bucket_id trackio_static_space_id",
-    "no tracker is used so far",
+    "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "set the tracker's own environment variables",
     "huggingface",
+    "trackio",
 )
 _refused("eval_delay", "evaluation begins before training", 0, 0.0)
 _refused("include_for_metrics batch_eval_metrics", "evaluation takes the loss only", [])

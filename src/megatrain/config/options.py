@@ -237,6 +237,13 @@ class TrainConfig(BaseModel):
         Field(None, description="What decides which checkpoint is the best; default: loss.")
     )
     logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list,
+        description="Trackers that get the rows of log.jsonl too; each needs its package.",
+    )
+    run_name: str | None = Field(
+        None, description="What trackers call the run; default: the name of output_dir."
+    )
     eval_steps: int | None = Field(
         None, ge=1, description="Evaluate every so many steps, besides before and after training."
     )

@@ -216,6 +216,9 @@ def _fit_type(name: str, value: Any) -> Any:
         return [value]
     if annotation == dict[str, Any]:
         return _numbers(_pairs(value) if isinstance(value, str) else value)
+    if name == "report_to":
+        named = [value] if isinstance(value, str) else value
+        return [] if named in (None, ["none"]) else named
     if name == "save_strategy" and value is False:
         return "no"  # which YAML takes for false
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):

@@ -31,6 +31,8 @@ FREE = frozenset(
         "load_best_model_at_end",
         "metric_for_best_model",
         "logging_steps",
+        "report_to",
+        "run_name",
         "eval_steps",
         "host_memory",
         "gpu_memory",

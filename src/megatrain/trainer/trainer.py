@@ -19,7 +19,14 @@ from megatrain.evaluation import EvalResult, evaluate_rows
 from megatrain.memory import BlockStore
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport
-from megatrain.monitor import Console, RunLog, finite, write_trace
+from megatrain.monitor import (
+    Console,
+    RunLog,
+    Trackers,
+    check_installed,
+    finite,
+    write_trace,
+)
 from megatrain.placing import RunPlan, plan_run
 from megatrain.preflight import check_run, claim_file
 from megatrain.schedule import Span, occupancy
@@ -71,6 +78,7 @@ class Trainer:
             overwrite=config.overwrite_output_dir,
             resume=config.resume_from_checkpoint,
         )
+        check_installed(config.report_to)
         self.config, self.loss, self.quiet = config, loss, quiet
         resumes = may_resume(config)
         self.run = run = prepare_run(config, fetch_weights=not resumes)
@@ -125,6 +133,7 @@ class Trainer:
             engine = self._engine(plan, store)
             writer = output.writer(config, run, store)
             log = self._log(console)
+            self.trackers = self._trackers(console)
             saver = Saver(
                 config=config,
                 run=run,
@@ -141,6 +150,7 @@ class Trainer:
                     result = self._loop(engine, saver, requests, log, console)
             finally:
                 saver.wait()  # what it copies from must stay
+                self.trackers.close()
             if self.stopped_by is None:
                 saver.finish(self.progress)
                 engine.flush()
@@ -249,6 +259,16 @@ class Trainer:
         after_step = self.progress.step if continues else None
         return RunLog(path, after_step=after_step, note=console.note)
 
+    def _trackers(self, console: Console) -> Trackers:
+        config, output = self.config, self.output.path
+        return Trackers(
+            config.report_to,
+            output=output,
+            run_name=config.run_name or output.name,
+            config=config.model_dump(),
+            note=console.note,
+        )
+
     def _log_step(
         self, result: StepResult, rate: float, meter: "_Meter", log: RunLog, console: Console
     ) -> None:
@@ -264,6 +284,7 @@ class Trainer:
         clean = {key: finite(value) for key, value in row.items()}
         self.progress.log_history.append(clean)
         log.write(clean)
+        self.trackers.log(clean)
 
     def _write_trace(self, spans: Sequence[Span], console: Console) -> None:
         assert self.config.trace is not None
