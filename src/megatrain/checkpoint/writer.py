@@ -49,8 +49,8 @@ class CheckpointWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of one checkpoint on the disk."""
-        return self.contents.nbytes + SMALL_FILES_BYTES
+        """Of one checkpoint's tensors."""
+        return self.contents.nbytes
 
     def start(self, state: TrainingState, *, best: Path | None) -> Snapshot:
         """Write the state as it is now; nothing may be pending.
@@ -64,10 +64,8 @@ class CheckpointWriter:
         """
         self.disk.make_directory(self.output)  # somebody may have removed it
         free = self.disk.free_bytes(self.output)
-        if free < self.nbytes:
-            raise OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {free} of {self.nbytes} bytes free"
-            )
+        if free < self.nbytes + SMALL_FILES_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         folder = self.output / name_while_writing(state.step)
         undo = partial(self._undo, folder)
         try:

@@ -45,6 +45,7 @@ OWN_KEYS = frozenset(
         "max_shard_size",
         "checkpoint_memory",
         "save_on_signal",
+        "stop_on_loss_spike",
         "device",
         "host_memory",
         "gpu_memory",
@@ -243,6 +244,11 @@ class TrainConfig(BaseModel):
     )
     run_name: str | None = Field(
         None, description="What trackers call the run; default: the name of output_dir."
+    )
+    stop_on_loss_spike: bool = Field(
+        False,
+        description="End the run, with a checkpoint, at a loss far above the median of the last 50"
+        " steps; it is told in any case.",
     )
     eval_steps: int | None = Field(
         None, ge=1, description="Evaluate every so many steps, besides before and after training."

@@ -32,6 +32,7 @@ FREE = frozenset(
         "metric_for_best_model",
         "logging_steps",
         "report_to",
+        "stop_on_loss_spike",
         "run_name",
         "eval_steps",
         "host_memory",

@@ -121,7 +121,6 @@ class Saver:
         self._retry_at: int | None = None
         self._gap = 1
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._began = time.perf_counter()
         self._rate = 0.0 if writer is None else _write_rate(writer)
 
     @property
@@ -138,13 +137,15 @@ class Saver:
             f" {self._rate / 1e9:.1f} GB/s, while training goes on"
         )
 
-    def before_step(self) -> None:
-        """Tells how long steps take, saves left out."""
-        self._began = time.perf_counter()
+    def after_step(self, progress: Progress, seconds: float, *, asked: bool) -> None:
+        """Look after the save that is running, begin one that is due or asked for.
 
-    def after_step(self, progress: Progress, *, asked: bool) -> None:
-        """Look after the save that is running, begin one that is due or asked for."""
-        self._durations.append(time.perf_counter() - self._began)
+        Args:
+            progress: after the step.
+            seconds: that it took.
+            asked: for a checkpoint, whatever the schedule says.
+        """
+        self._durations.append(seconds)
         if self._snapshot is not None and self._snapshot.ended:
             self._conclude()
         if asked and self._writer is None:

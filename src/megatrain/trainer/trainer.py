@@ -23,6 +23,7 @@ from megatrain.monitor import (
     Console,
     RunLog,
     Trackers,
+    Watchdog,
     check_installed,
     finite,
     write_trace,
@@ -219,16 +220,18 @@ class Trainer:
         config, run, progress = self.config, self.run, self.progress
         first = progress.step
         result = None if first else self._evaluate(engine, log, console)
-        meter, skipped_in_a_row, spans = _Meter(first), 0, list[Span]()
+        meter, dog, skipped_in_a_row, spans = _Meter(first), Watchdog(), 0, list[Span]()
         for step in range(first, run.total_steps):
             rows = [run.data.train_rows[i] for i in run.sampler.row_indices(step)]
             rate = run.learning_rate(step)
-            saver.before_step()
+            began = time.perf_counter()
             # Of steps alone: an evaluation between two of them is none of their time.
             engine.spans = spans if config.trace and step in self.traced else None
             done = _step(engine, rows, rate, step)
             engine.spans = None
-            for notice in engine.take_notices():
+            seconds = time.perf_counter() - began
+            warnings = dog.look(step + 1, loss=done.loss, seconds=seconds)
+            for notice in (*engine.take_notices(), *warnings):
                 console.note(notice)
             if spans and step == self.traced[-1]:
                 self._write_trace(spans, console)
@@ -236,7 +239,6 @@ class Trainer:
             progress.tokens_seen += done.real_tokens
             meter.tokens += done.real_tokens
             skipped_in_a_row = skipped_in_a_row + 1 if done.skipped else 0
-            _check_not_lost(skipped_in_a_row, progress.step, run.total_steps)
             last = progress.step == run.total_steps
             if last or progress.step % config.logging_steps == 0:
                 self._log_step(done, rate, meter, log, console)
@@ -245,12 +247,29 @@ class Trainer:
                 if result is not None and saver.schedule.due(progress.step):
                     progress.judge(result, config.metric_for_best_model)
                 meter.restart()
-            saver.after_step(progress, asked=requests.take_save())
+            lost = self._is_lost(skipped_in_a_row, in_spike=dog.in_spike)
+            saver.after_step(progress, seconds, asked=requests.take_save() or bool(lost))
+            if lost:
+                raise UserError(
+                    asked=f"train to step {run.total_steps}",
+                    found=lost,
+                    change="lower the learning rate or look at the data, then go on from a"
+                    " checkpoint before that",
+                )
             if requests.stop is not None and not last:
                 self.stopped_by = requests.stop
                 saver.stop(progress, requests.stop)
                 break
         return result
+
+    def _is_lost(self, skipped_in_a_row: int, *, in_spike: bool) -> str:
+        """Why it makes no sense to go on; empty if it does."""
+        step = self.progress.step
+        if skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            return f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}"
+        if in_spike and self.config.stop_on_loss_spike:
+            return f"a loss far above what is usual at step {step} (stop_on_loss_spike)"
+        return ""
 
     def _log(self, console: Console) -> RunLog:
         """Of this run alone; what a resumed run does again is not in it twice."""
@@ -332,15 +351,6 @@ class _Meter:
         """At the pace of this process so far."""
         seconds = time.perf_counter() - self._began
         return seconds / (step - self._first) * (total_steps - step)
-
-
-def _check_not_lost(skipped_in_a_row: int, step: int, total_steps: int) -> None:
-    if skipped_in_a_row >= MAX_SKIPPED_STEPS:
-        raise UserError(
-            asked=f"train to step {total_steps}",
-            found=f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}",
-            change="lower the learning rate or look at the data",
-        )
 
 
 def _step(engine: Engine, rows: Sequence[Row], rate: float, step: int) -> StepResult:
