@@ -56,6 +56,14 @@ class Progress:
         path = output / f"checkpoint-{self.best_step}"
         return path if self.best_step is not None else None
 
+    def results(self) -> dict[str, Any]:
+        """The last figures of each kind."""
+        found: dict[str, Any] = {"step": self.step, "num_input_tokens_seen": self.tokens_seen}
+        for name in ("loss", "grad_norm", "eval_loss", "eval_perplexity"):
+            values = [row[name] for row in self.log_history if name in row]
+            found |= {name: values[-1]} if values else {}
+        return found | {"best_step": self.best_step, "best_metric": self.best_metric}
+
     def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
         """As transformers' Trainer writes it."""
         best = self.best(output)

@@ -34,6 +34,7 @@ from megatrain.schedule import Span, occupancy
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
 from megatrain.trainer.progress import Progress
+from megatrain.trainer.record import RunRecord
 from megatrain.trainer.resume import may_resume, resume
 from megatrain.trainer.saving import Saver, SaveSchedule
 from megatrain.trainer.signals import Requests
@@ -144,14 +145,21 @@ class Trainer:
                 record=log.write,
             )
             console.note(self._summary(plan, saver))
+            record = RunRecord(output.path, continues=self.resumed is not None, note=console.note)
+            record.begin(config, run, plan, step=self.progress.step)
             if self.resumed is None:
                 output.remove_earlier_run(console.note)
+            how = "failed"
             try:
                 with Requests(output.path) as requests:
                     result = self._loop(engine, saver, requests, log, console)
+                how = (
+                    "finished" if self.stopped_by is None else f"stopped by {self.stopped_by.name}"
+                )
             finally:
                 saver.wait()  # what it copies from must stay
                 self.trackers.close()
+                record.end(how, self.progress.results())
             if self.stopped_by is None:
                 saver.finish(self.progress)
                 engine.flush()

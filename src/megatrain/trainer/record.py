@@ -1,0 +1,101 @@
+"""`run.json`: what a run was, so that it can be understood and repeated later.
+
+One entry a session: a run that is resumed has several.  Times are the wall clock's, for people.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from megatrain import __version__
+from megatrain.checkpoint.disk import record_of
+from megatrain.config import TrainConfig
+from megatrain.data.files import find_files
+from megatrain.placing import RunPlan
+from megatrain.trainer.prepare import PreparedRun
+
+FILE = "run.json"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy")
+
+
+class RunRecord:
+    """The entry of this session; written when it begins and when it ends.
+
+    Args:
+        output: the output directory.
+        continues: earlier sessions there are of the same run.
+        note: told if it cannot be written; the run goes on.
+    """
+
+    def __init__(self, output: Path, *, continues: bool, note: Callable[[str], None]) -> None:
+        self._path, self._note = output / FILE, note
+        self._earlier: list[dict[str, Any]] = []
+        if continues and self._path.is_file():
+            self._earlier = json.loads(self._path.read_text(encoding="utf-8"))["sessions"]
+        self._entry: dict[str, Any] = {}
+
+    def begin(self, config: TrainConfig, run: PreparedRun, plan: RunPlan, *, step: int) -> None:
+        """What is known before the first step."""
+        files = [*find_files(config.train_files)]
+        files += find_files(config.eval_files) if config.eval_files else []
+        self._entry = {
+            "began": _now(),
+            "from_step": step,
+            "config": config.model_dump(),
+            "versions": {"megatrain": __version__, "python": platform.python_version()}
+            | {name: metadata.version(name) for name in PACKAGES},
+            "hardware": _hardware(run.device),
+            "model": {
+                "params": run.blocks.model.num_params,
+                "blocks": len(run.blocks.model.blocks),
+                "compute_dtype": run.compute_dtype,
+            },
+            "plan": {"host_bytes": plan.need.host, "words": plan.in_words()},
+            "data": {
+                "files": {str(path): asdict(record_of(path)) for path in files},
+                "rows": asdict(run.data.stats),
+                "held_out_rows": len(run.data.eval_rows),
+            },
+            "total_steps": run.total_steps,
+            "ended": None,
+        }
+        self._write()
+
+    def end(self, how: str, results: Mapping[str, Any]) -> None:
+        """How it ended, and with what figures."""
+        self._entry |= {"ended": _now(), "how": how, "results": dict(results)}
+        self._write()
+
+    def _write(self) -> None:
+        text = json.dumps({"sessions": [*self._earlier, self._entry]}, indent=1)
+        scratch = self._path.with_suffix(".writing")
+        try:
+            scratch.write_text(text + "\n", encoding="utf-8")
+            scratch.replace(self._path)
+        except OSError as error:
+            self._note(f"{self._path} cannot be written ({error.strerror})")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return found
