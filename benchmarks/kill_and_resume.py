@@ -18,6 +18,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from importlib import metadata
@@ -141,6 +142,7 @@ def _at_end(output: Path, max_steps: int) -> bool:
 
 def make_input(folder: Path, hidden_size: int = 128) -> None:
     """A small Llama with a byte tokenizer, and questions with answers."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests.tokenizers_for_tests import save_tiny_model
 
     save_tiny_model(folder / "models/base", hidden_size=hidden_size)

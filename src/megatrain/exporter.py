@@ -54,15 +54,23 @@ def export_model(
     if dtype == "auto":
         dtype = stored if stored in SAVED_DTYPES else "float32"
     blocks = load_blocks(files, compute_dtype=compute_dtype, selection=Selection(evaluation=True))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    save_model(
-        blocks.model,
-        masters_of(blocks.model, files.directory),
-        target,
-        dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
-        tokenizer=load_tokenizer(files.directory),
-    )
+    tokenizer = load_tokenizer(files.directory)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        save_model(
+            blocks.model,
+            masters_of(blocks.model, files.directory),
+            target,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            tokenizer=tokenizer,
+        )
+    except OSError as error:
+        raise UserError(
+            asked=f"export to {target}",
+            found=f"no way to write there ({error.strerror or error})",
+            change="make room, or choose another directory",
+        ) from error
     if push_to_hub is not None:
         upload_model(target, push_to_hub, private=private)
     return dtype

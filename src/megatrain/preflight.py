@@ -17,6 +17,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """`name` or `owner/name`; anything else can only be a path."""
 
 LOG = "log.jsonl"
+MANIFEST = "training_state/manifest.json"
 TRACES_OF_A_RUN = (LOG, "config.json")
 
 
@@ -117,6 +118,14 @@ def _check_earlier_run(output: Path, resume: bool | str | None) -> None:
             )
         resumes_here = Path(resume).resolve().parent == output.resolve()
     checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
+    strangers = [name for name in checkpoints if not (output / name / MANIFEST).is_file()]
+    if resumes_here and strangers:
+        raise UserError(
+            asked=f"output_dir: {output}",
+            found=f"{strangers[0]}, which is no checkpoint of megatrain (no {MANIFEST})",
+            change="move it away; one of transformers' Trainer can be given as"
+            " resume_from_checkpoint: PATH with another output_dir",
+        )
     traces = [name for name in TRACES_OF_A_RUN if (output / name).exists()]
     if resumes_here:  # a run that was killed before its first checkpoint begins again
         holds = [] if checkpoints else [name for name in traces if name != LOG]
@@ -146,10 +155,10 @@ def check_output(output: Path, *, model: Path) -> None:
             found="the current directory or one above it",
             change="choose a directory of its own",
         )
-    if output.resolve() == model.resolve():
+    if output.resolve() in (model.resolve(), *model.resolve().parents) and model.exists():
         raise UserError(
             asked=asked,
-            found="the directory of the model to start from",
+            found="the directory of the model to start from, or one above it",
             change="choose another directory",
         )
     above = next(path for path in (output, *output.absolute().parents) if path.exists())

@@ -65,7 +65,7 @@ def test_a_save_that_fails_leaves_the_run_and_the_last_checkpoint(
 
     said = notes_of(trainer(disk=ScriptedDisk(look_then_fail)), capsys)
     assert "CHECKPOINT-4 WAS NOT WRITTEN (OSError: No space left on device)" in said
-    assert "checkpoint-2 is the last one; next try after step 5" in said
+    assert "last whole: checkpoint-2; next try after step 5" in said
     # It is tried again, if not at once: the copies may have been under way.
     written = [step for step in checkpoints(Path("out")) if step in (5, 6, 7)]
     assert written and 2 in checkpoints(Path("out"))
@@ -84,10 +84,11 @@ def test_a_disk_that_stays_full_ends_in_one_error_and_the_earlier_checkpoint(
                 return
             raise full()
 
-    with pytest.raises(UserError, match=r"what was trained since the last checkpoint is lost"):
+    with pytest.raises(UserError, match="the model itself is written"):
         train(disk=ScriptedDisk(fails))
     assert list(checkpoints(Path("out"))) == [2]
     verify(Path("out/checkpoint-2"))
+    assert (Path("out") / "model.safetensors.index.json").is_file()
 
 
 def test_too_little_room_is_said_before_anything_is_loaded(
@@ -117,7 +118,7 @@ def test_a_directory_that_vanishes_is_made_again(
             shutil.rmtree("out")
 
     said = notes_of(trainer(disk=ScriptedDisk(vanish)), capsys)
-    assert "CHECKPOINT-6 WAS NOT WRITTEN" in said and "none is the last one" in said
+    assert "CHECKPOINT-6 WAS NOT WRITTEN" in said and "last whole: none" in said
     assert LAST in [path.name for path in checkpoints(Path("out")).values()]
     verify(Path("out") / LAST)
 

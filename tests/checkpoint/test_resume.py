@@ -145,7 +145,7 @@ def test_the_best_checkpoint_is_kept_and_can_be_what_is_written(workspace: Path)
         ({"per_device_train_batch_size": 3}, "rows a step: 6, was 4"),
         ({"dtype": "bfloat16"}, "dtype: bfloat16, was float32"),
         ({"config_overrides": {"rms_norm_eps": 1e-3}}, "rms_norm_eps of the model"),
-        ({"train_files": ["data/other.jsonl"]}, "other content in train_files"),
+        ({"train_files": ["data/other.jsonl"]}, "other rows from train_files"),
         ({"max_steps": 3}, "4 steps done"),
         ({"frozen": ["embed"]}, "frozen: "),
     ],
@@ -196,6 +196,77 @@ def test_what_cannot_be_resumed_is_one_error(
     with pytest.raises(UserError, match=message):
         trainer(**changes)
     assert not (Path("new") / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("asked", [True, "auto"])
+def test_models_alone_are_not_resumed_and_not_removed(asked: Any, workspace: Path) -> None:
+    train(save_only_model=True, max_steps=4)
+    before = sorted(Path("out").glob("checkpoint-*"))
+    with pytest.raises(UserError, match=r"none to go on from .*without training state"):
+        train(save_only_model=True, resume_from_checkpoint=asked)
+    assert sorted(Path("out").glob("checkpoint-*")) == before != []
+
+
+def test_going_back_leaves_the_other_future_aside(workspace: Path) -> None:
+    train(save_total_limit=2, max_steps=8)
+    made = train(
+        resume_from_checkpoint="out/checkpoint-6",
+        learning_rate=1e-4,
+        max_steps=7,
+        save_steps=1,
+        save_total_limit=1,
+    )
+    assert made.progress.step == 7
+    assert sorted(p.name for p in Path("out").glob("*checkpoint-*")) == [
+        "abandoned-checkpoint-8",
+        "checkpoint-7",
+    ]
+
+
+def test_checkpoints_of_others_are_not_written_over(workspace: Path) -> None:
+    folder = Path("out/checkpoint-2")
+    folder.mkdir(parents=True)
+    (folder / "optimizer.pt").touch()
+    with pytest.raises(UserError, match="checkpoint-2, which is no checkpoint of megatrain"):
+        trainer(resume_from_checkpoint="auto")
+    assert (folder / "optimizer.pt").exists()
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged"])
+def test_without_the_best_checkpoint_the_last_model_is_written(
+    harm: str, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = trainer(
+        load_best_model_at_end=True, eval_files=["data/text"], eval_steps=2, learning_rate=0.03
+    )
+    made.quiet = False
+    record, folder = made._record, Path("out/checkpoint-2")
+
+    def spoil(row: dict[str, Any], log: Any) -> None:
+        record(row, log)
+        if row["step"] == 8 and folder.exists():
+            if harm == "gone":
+                shutil.rmtree(folder)
+            else:
+                (folder / "config.json").write_text("{}")
+            made.progress.best_step = 2
+
+    made._record = spoil  # type: ignore[method-assign]
+    made.train()
+    assert "the last one and not the best (checkpoint-2" in capsys.readouterr().out
+    AutoModelForCausalLM.from_pretrained("out")
+
+
+def test_another_tokenizer_is_another_run(workspace: Path) -> None:
+    train_until(5)
+    path = Path("models/base/tokenizer.json")
+    text = path.read_text()
+    content = json.loads(text)
+    vocab = content["model"]["vocab"]
+    vocab["0"], vocab["1"] = vocab["1"], vocab["0"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="other rows from train_files"):
+        trainer(resume_from_checkpoint="auto")
 
 
 def test_overwriting_removes_the_checkpoints_of_the_earlier_run(workspace: Path) -> None:

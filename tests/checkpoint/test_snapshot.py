@@ -67,7 +67,7 @@ def snapshot(engine: Engine, folder: Path, disk: ScriptedDisk, pool_bytes: int =
         store=engine.store,
         files=TensorFiles(disk, folder, contents.files),
         pool=BufferPool(pool_bytes, pin=False),
-        complete=lambda: None,
+        complete=lambda: "",
         undo=lambda: None,
     )
     engine.before_update = made.guard
@@ -181,6 +181,44 @@ def test_a_disk_that_fails_sets_training_free(what: str, tmp_path: Path) -> None
     assert isinstance(made.error, OSError)
 
 
+def test_the_model_is_not_walked_while_pieces_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps replace its layers by recorders, which have neither their buffers nor conversions."""
+    engine = engine_of("mixtral")
+    engine.model.hf_model.register_buffer("extra", torch.arange(3.0))
+    contents = contents_of(engine)
+    pieces = contents.pieces(engine.store.weights, engine.store)
+
+    def never(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("walked")
+
+    for name in ("named_parameters", "state_dict", "named_buffers", "named_modules"):
+        monkeypatch.setattr(type(engine.model.hf_model), name, never)
+    written = {path for _, (path, _) in pieces}
+    assert written == set(contents.files)
+
+
+def test_a_file_that_is_not_complete_is_no_checkpoint(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatrain.checkpoint import checkpoints, verify
+    from tests.checkpoint.runs import train
+
+    whole = Contents._pieces
+
+    def cut(self: Contents, *arguments: Any) -> Iterator[Any]:
+        yield from list(whole(self, *arguments))[:-1]
+
+    monkeypatch.setattr(Contents, "_pieces", cut)
+    with pytest.raises(Exception, match="no way to write it"):
+        train(max_steps=2, save_steps=1)
+    assert checkpoints(Path("out")) == {}
+    monkeypatch.undo()
+    monkeypatch.chdir(workspace)
+    train(max_steps=2, save_steps=1, overwrite_output_dir=True)
+    for path in checkpoints(Path("out")).values():
+        verify(path)
+
+
 def test_what_is_read_from_blocks_in_any_order_is_refused(tmp_path: Path) -> None:
     engine = engine_of()
     save_model(engine.model, engine.store.masters, tmp_path / "model", dtype="float32")
@@ -245,7 +283,7 @@ def test_saving_and_loading_take_two_blocks_of_memory(tmp_path: Path) -> None:
             store=engine.store,
             files=TensorFiles(ScriptedDisk(), folder, contents.files),
             pool=pool,
-            complete=lambda: None,
+            complete=lambda: "",
             undo=lambda: None,
         )
         made.join()

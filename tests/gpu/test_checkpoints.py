@@ -72,7 +72,7 @@ def test_a_snapshot_is_the_state_of_its_moment(max_grad_norm: float, tmp_path: P
         store=engine.store,
         files=TensorFiles(ScriptedDisk(), tmp_path, contents.files),
         pool=BufferPool(2**13, pin=True),
-        complete=lambda: None,
+        complete=lambda: "",
         undo=lambda: None,
     )
     engine.before_update = made.guard

@@ -1,7 +1,14 @@
 """Models and training states on disk: whole or not there, written while training goes on."""
 
 from megatrain.checkpoint.contents import Contents
-from megatrain.checkpoint.directory import Lock, checkpoints, last_whole, remove, remove_remains
+from megatrain.checkpoint.directory import (
+    Lock,
+    checkpoints,
+    last_whole,
+    remove,
+    remove_remains,
+    retire_later,
+)
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.export import save_model, write_config
 from megatrain.checkpoint.manifest import TrainingState, read_state, verify
@@ -24,6 +31,7 @@ __all__ = [
     "remove",
     "remove_remains",
     "restore_state",
+    "retire_later",
     "save_model",
     "verify",
     "write_config",

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.tensors import FilePlan, Shards, TensorSpec, bytes_of, index_of
-from megatrain.layout import Purpose
+from megatrain.layout import Purpose, Segment
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES, param_views
 from megatrain.models import BlockModel
-from megatrain.models.weights import checkpoint_tensors, persistent_buffers
+from megatrain.models.weights import (
+    Conversions,
+    checkpoint_conversions,
+    checkpoint_tensors,
+    persistent_buffers,
+)
 
 STATE_FOLDER = "training_state"
 STATE_PURPOSES = (Purpose.EXP_AVG, Purpose.EXP_AVG_SQ, Purpose.RESIDUAL)
@@ -37,6 +42,16 @@ def state_file(block: int) -> str:
 def state_name(purpose: Purpose, name: str) -> str:
     """A state tensor's name in its file."""
     return f"{purpose.value}.{name}"
+
+
+def saved_dtype(model: BlockModel, segment: Segment, asked: torch.dtype | None) -> torch.dtype:
+    """dtype of a segment's weights in the file: what is asked for, or the compute dtype.
+
+    What a bfloat16 model computes in fp32 (a router, say) is not rounded, as in transformers.
+    """
+    computed = DTYPES[segment.dtype]
+    kept = model.compute_dtype == "bfloat16" and computed is torch.float32
+    return computed if asked is None or kept else asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +86,19 @@ class Contents:
             order: of the blocks; first to last by default.
             with_state: residuals and moments too.
         """
+        conversions = checkpoint_conversions(model)
         chosen = tuple(range(len(model.blocks)) if order is None else order)
         shards = Shards(max_bytes=max_shard_bytes)
         for block in chosen:
             layout = model.blocks[block].layout
             on_meta = {
                 param.name: torch.empty(
-                    param.shape, dtype=dtype or DTYPES[segment.dtype], device="meta"
+                    param.shape, dtype=saved_dtype(model, segment, dtype), device="meta"
                 )
                 for segment in layout.segments
                 for param in segment.params
             }
-            for name, tensor in checkpoint_tensors(model, on_meta).items():
+            for name, tensor in checkpoint_tensors(model, on_meta, conversions).items():
                 shards.add(TensorSpec.of(name, tensor))
         for name, buffer in persistent_buffers(model).items():
             shards.add(TensorSpec.of(name, buffer))
@@ -111,10 +127,24 @@ class Contents:
     def pieces(self, weights: Read, store: BlockStore | None = None) -> Iterator[tuple[int, Piece]]:
         """(block, piece) in the order of writing; the buffers follow under block -1.
 
+        Call it between two steps, and take the pieces in any thread: the model itself is looked at
+        now, and not while a step runs.
+
         Args:
             weights: of a block, in the dtypes that were planned.
             store: where residuals and moments are, if they were planned.
         """
+        conversions = checkpoint_conversions(self.model)
+        buffers = {name: each.cpu() for name, each in persistent_buffers(self.model).items()}
+        return self._pieces(weights, store, buffers, conversions)
+
+    def _pieces(
+        self,
+        weights: Read,
+        store: BlockStore | None,
+        buffers: dict[str, Tensor],
+        conversions: Conversions,
+    ) -> Iterator[tuple[int, Piece]]:
         planned = {path: iter(plan.tensors) for path, plan in self.files.items()}
         place = {s.name: path for path, plan in self.model_files.items() for s in plan.tensors}
 
@@ -123,14 +153,15 @@ class Contents:
             return path, bytes_of(tensor)
 
         for block in self.order:
-            tensors = checkpoint_tensors(self.model, weights(block))
+            tensors = checkpoint_tensors(self.model, weights(block), conversions)
             for name in list(tensors):
                 yield block, checked(place[name], name, tensors.pop(name))
             if store is not None and state_file(block) in self.state_files:
                 for name, tensor in _state_tensors(store, block):
                     yield block, checked(state_file(block), name, tensor)
-        for name, buffer in persistent_buffers(self.model).items():
-            yield -1, checked(place[name], name, buffer.cpu())
+        for name, buffer in buffers.items():
+            yield -1, checked(place[name], name, buffer)
+        assert not any(list(rest) for rest in planned.values()), "not all that was planned"
 
 
 def _state_plan(model: BlockModel, block: int) -> FilePlan:

@@ -10,11 +10,12 @@ import os
 import re
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from megatrain.checkpoint.contents import STATE_FOLDER
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.manifest import MANIFEST, STATE, verify
+from megatrain.checkpoint.manifest import MANIFEST, STATE, model_only, verify
 from megatrain.errors import UserError
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -61,7 +62,16 @@ class Lock:
 
 
 def remove_remains(output: Path, disk: Disk) -> None:
-    """Remove what a killed run was writing or removing; the directory must be locked."""
+    """Remove what a killed run was writing or removing; the directory must be locked.
+
+    A checkpoint that was being replaced gets its name back if the new one has not got it.
+    """
+    for path in sorted(output.glob(".checkpoint-*.replaced")):
+        final = output / path.name.removeprefix(".").removesuffix(".replaced")
+        if final.exists():
+            disk.remove(path)
+        else:
+            disk.rename(path, final)
     for path in sorted(output.iterdir()):
         if REMAINS.fullmatch(path.name):
             disk.remove(path)
@@ -77,18 +87,38 @@ def last_whole(output: Path, note: Callable[[str], None]) -> Path | None:
     Raises:
         UserError: if there are checkpoints and none can be used.
     """
-    last: UserError | None = None
+    passed: list[str] = []
     for path in reversed(checkpoints(output).values()):
         try:
             if STATE in verify(path):
                 return path
-            note(f"{path.name} is passed over: it has no training state (save_only_model)")
+            passed.append(f"{path.name} is passed over: {model_only(path).found}")
         except UserError as error:
-            last = error
-            note(f"{path.name} is passed over: {error.found}")
-    if last is not None:
-        raise last
+            passed.append(f"{path.name} is passed over: {error.found}")
+        note(passed[-1])
+    if passed:
+        raise UserError(
+            asked=f"resume_from_checkpoint in {output}",
+            found=f"none to go on from ({'; '.join(passed)})",
+            change="bring back a whole one, start a new run in another output_dir from the model of"
+            " one of them (model_name_or_path), or set overwrite_output_dir: true without resuming",
+        )
     return None
+
+
+def retire_later(output: Path, step: int, disk: Disk) -> list[Path]:
+    """Take the name from checkpoints after a step to which a run goes back; they are kept.
+
+    Else they would pass for the run's latest, and rotation would remove its own before them.
+    """
+    retired = []
+    for number, path in checkpoints(output).items():
+        if number > step:
+            target = output / f"abandoned-{path.name}"
+            disk.remove(target)
+            disk.rename(path, target)
+            retired.append(target)
+    return retired
 
 
 def name_while_writing(step: int) -> str:
@@ -101,13 +131,14 @@ def publish(folder: Path, output: Path, step: int, disk: Disk) -> Path:
     final = output / f"checkpoint-{step}"
     disk.sync_directory(folder / STATE_FOLDER)
     disk.sync_directory(folder)
-    doomed = output / f".checkpoint-{step}.removing"
-    if final.exists():  # one that was damaged, or of a later part of a run that went back
-        disk.remove(doomed)
-        disk.rename(final, doomed)
+    before = output / f".checkpoint-{step}.replaced"  # found again if this process ends now
+    if final.exists():
+        disk.remove(before)
+        disk.rename(final, before)
     disk.rename(folder, final)
     disk.sync_directory(output)
-    disk.remove(doomed)
+    with suppress(OSError):  # the next run removes it
+        disk.remove(before)
     return final
 
 

@@ -4,17 +4,17 @@ Promise: a new directory appears whole; in one that exists already (a run's own)
 no weights of an earlier model stay.  Peak extra memory: one block.
 """
 
-import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatrain.checkpoint.contents import Contents, Read
+from megatrain.checkpoint.contents import Contents, Read, saved_dtype
 from megatrain.checkpoint.disk import Disk, FileRecord
 from megatrain.checkpoint.tensors import TensorFiles, data_of
 from megatrain.data.tokenizer import Tokenizer
+from megatrain.errors import UserError
 from megatrain.masters import split_master
 from megatrain.models import BlockModel
 
@@ -46,15 +46,19 @@ def save_model(
     """
     disk, target = disk or Disk(), SAVE_DTYPES[dtype]
     exists = path.exists()
-    folder = (path / ".model" if exists else path.with_name(f".{path.name}")).with_suffix(
-        ".writing"
-    )
+    folder = path / ".model.writing" if exists else path.with_name(f".{path.name}.writing")
     disk.remove(folder)
     disk.make_directory(folder)
     contents = Contents.planned(model, max_shard_bytes=max_shard_bytes, dtype=target)
 
     def converted(block: int) -> dict[str, Tensor]:
-        return {name: _rounded(tensor, target) for name, tensor in read_block(block).items()}
+        dtypes = {
+            param.name: saved_dtype(model, segment, target)
+            for segment in model.blocks[block].layout.segments
+            for param in segment.params
+        }
+        masters = read_block(block)
+        return {name: _rounded(name, tensor, dtypes[name]) for name, tensor in masters.items()}
 
     files = TensorFiles(disk, folder, contents.files)
     for _, (name, data) in contents.pieces(converted):
@@ -69,11 +73,18 @@ def save_model(
     disk.sync_directory(path.parent)
 
 
-def _rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
+def _rounded(name: str, master: Tensor, dtype: torch.dtype) -> Tensor:
     """In bfloat16 the very weights that the masters have in training: ties go away from zero."""
     if dtype is torch.bfloat16 and master.dtype is torch.float32:
         return split_master(master)[0]
-    return master.to(dtype)
+    rounded = master.to(dtype)
+    if dtype is torch.float16 and bool((rounded.isinf() & ~master.isinf()).any()):
+        raise UserError(
+            asked=f"{name} in float16",
+            found=f"{float(master.abs().max()):.0f}, and float16 ends at 65504",
+            change="use bfloat16 or float32",
+        )
+    return rounded
 
 
 def write_small_files(
@@ -125,6 +136,8 @@ def _move_in(disk: Disk, folder: Path, path: Path) -> None:
         if is_weights and file.name not in written:
             disk.remove(file)
     for name in written:
+        if (path / name).is_dir():
+            disk.remove(path / name)
         disk.rename(folder / name, path / name)
     disk.sync_directory(path)
-    shutil.rmtree(folder)
+    disk.remove(folder)

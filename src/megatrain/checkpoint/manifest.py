@@ -20,6 +20,7 @@ from megatrain.errors import UserError
 MANIFEST = f"{STATE_FOLDER}/manifest.json"
 STATE = f"{STATE_FOLDER}/state.json"
 VERSION = 1
+LOADED = ("*.safetensors", "*.safetensors.index.json")
 READERS = 4
 """Files that are read at the same time to verify them."""
 
@@ -94,6 +95,9 @@ def verify(folder: Path) -> dict[str, FileRecord]:
     with ThreadPoolExecutor(READERS) as pool:
         problems = list(pool.map(lambda name: _problem(folder / name, records[name]), records))
     found = [f"{name} {what}" for name, what in zip(records, problems, strict=True) if what]
+    # These would be loaded beside or instead of what was written.
+    strangers = {str(path.relative_to(folder)) for end in LOADED for path in folder.rglob(end)}
+    found += [f"{name} does not belong to it" for name in sorted(strangers - records.keys())]
     if found:
         raise _damaged(folder, "damage: " + ", ".join(found[:5]) + (" ..." if found[5:] else ""))
     return records
@@ -124,13 +128,18 @@ def read_state(folder: Path) -> TrainingState:
     """
     path = folder / STATE
     if not path.is_file():
-        raise UserError(
-            asked=f"resume_from_checkpoint: {folder}",
-            found="a model without training state (save_only_model)",
-            change=f"start a new run from it (model_name_or_path: {folder})",
-        )
+        raise model_only(folder)
     content = json.loads(path.read_text(encoding="utf-8"))
     return TrainingState(**{each.name: content[each.name] for each in fields(TrainingState)})
+
+
+def model_only(folder: Path) -> UserError:
+    """Of a checkpoint that a run cannot go on from."""
+    return UserError(
+        asked=f"resume_from_checkpoint: {folder}",
+        found="a model without training state (save_only_model)",
+        change=f"start a new run from it (model_name_or_path: {folder})",
+    )
 
 
 def _digest(files: Any) -> str:

@@ -68,7 +68,8 @@ class Snapshot:
         store: where its state is; nothing may be pending or on its way.
         files: where the tensors go.
         pool: its buffers.
-        complete: run in the writing thread after the last tensor: small files, the name.
+        complete: run in the writing thread after the last tensor: small files, the name; returns
+            a warning, if there is one.
         undo: run there instead if anything failed: what was written takes room.
     """
 
@@ -80,7 +81,7 @@ class Snapshot:
         store: BlockStore,
         files: TensorFiles,
         pool: BufferPool,
-        complete: Callable[[], None],
+        complete: Callable[[], str],
         undo: Callable[[], None],
     ) -> None:
         self._contents, self._files, self._pool = contents, files, pool
@@ -95,6 +96,8 @@ class Snapshot:
         self._seconds = 0.0
         self.error: BaseException | None = None
         """Why it failed, once it has."""
+        self.warning = ""
+        """What a person should hear of one that has ended well."""
         for work in (self._copy, self._write):
             threading.Thread(target=work, name="megatrain-checkpoint", daemon=True).start()
 
@@ -166,7 +169,7 @@ class Snapshot:
                 finally:
                     self._pool.free.put(buffer)
             if self.error is None:
-                self._complete()
+                self.warning = self._complete()
         except BaseException as error:  # noqa: BLE001  told to whoever waits
             self.error = self.error or error
         finally:

@@ -18,7 +18,7 @@ from megatrain.checkpoint.contents import STATE_FOLDER, Contents
 from megatrain.checkpoint.directory import name_while_writing, publish, rotate
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.export import adopt_small_files, write_small_files
-from megatrain.checkpoint.manifest import TrainingState, write_manifest, write_state
+from megatrain.checkpoint.manifest import STATE, TrainingState, write_manifest, write_state
 from megatrain.checkpoint.snapshot import BufferPool, Snapshot
 from megatrain.checkpoint.tensors import TensorFiles
 from megatrain.data.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ class CheckpointWriter:
         undo = partial(self._undo, folder)
         try:
             self._begin(folder, state)
-        except OSError:
+        except Exception:  # libraries raise what they like when a disk is full
             undo()
             raise
         files = TensorFiles(self.disk, folder, self.contents.files)
@@ -112,11 +112,17 @@ class CheckpointWriter:
 
     def _complete(
         self, folder: Path, files: TensorFiles, state: TrainingState, best: Path | None
-    ) -> None:
+    ) -> str:
+        """The last steps, in the writing thread; what a person should hear of."""
+        assert files.records.keys() == self.contents.files.keys(), "not all files are complete"
         known = dict(files.records)
         if self.contents.state_files:
-            write_state(self.disk, folder, state)
+            known[STATE] = write_state(self.disk, folder, state)
         records = adopt_small_files(self.disk, folder, known)
         write_manifest(self.disk, folder, records)
         publish(folder, self.output, state.step, self.disk)
-        rotate(self.output, self.disk, limit=self.limit, keep=best)
+        try:
+            rotate(self.output, self.disk, limit=self.limit, keep=best)
+        except OSError as error:  # the checkpoint is written all the same
+            return f"an older checkpoint could not be removed ({error})"
+        return ""

@@ -106,6 +106,15 @@ _met(
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
     "evaluation keeps sums only, no predictions",
 )
+_met(
+    "metric_for_best_model",
+    "the lowest loss, and so the lowest perplexity, is the best",
+    None,
+    "loss",
+    "eval_loss",
+    "perplexity",
+    "eval_perplexity",
+)
 _met("greater_is_better", "the lowest loss is the best", None, False)
 _met("ignore_data_skip", "the position in the data costs nothing to find", False)
 _met("use_cache", "training keeps no cache of keys and values", False)

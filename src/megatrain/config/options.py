@@ -61,7 +61,7 @@ ATTENTION = ("eager", "sdpa")
 NO_ATTENTION = {
     "flash_attention_2": "it needs the flash-attn package",
     "flash_attention_3": "it needs the flash-attn package",
-    "flex_attention": "it must be compiled, and blocks are not so far",
+    "flex_attention": "not tried with layers that run one by one",
 }
 """Attention that transformers has and megatrain does not, and why."""
 
@@ -196,7 +196,7 @@ class TrainConfig(BaseModel):
         " go on, instead of ending the run.",
     )
 
-    output_dir: str = Field(description="Where the model and the log go.")
+    output_dir: str = Field(description="Where checkpoints, the model and the log go.")
     overwrite_output_dir: bool = Field(False, description="Write over an earlier run there.")
     save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="dtype of the saved model; auto: the compute dtype."
@@ -214,7 +214,7 @@ class TrainConfig(BaseModel):
         None, ge=1, description="Checkpoints to keep, beside the best one; default: all."
     )
     save_only_model: bool = Field(
-        False, description="Checkpoints without training state: a sixth of the size, no resuming."
+        False, description="Checkpoints without training state: only the weights, no resuming."
     )
     save_on_signal: Literal["auto"] | bool = Field(
         "auto",
@@ -233,9 +233,6 @@ class TrainConfig(BaseModel):
     )
     load_best_model_at_end: bool = Field(
         False, description="Write the model of the best checkpoint at the end, not the last."
-    )
-    metric_for_best_model: Literal["loss", "eval_loss", "perplexity", "eval_perplexity"] | None = (
-        Field(None, description="What decides which checkpoint is the best; default: loss.")
     )
     logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
     report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(

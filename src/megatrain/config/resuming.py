@@ -4,6 +4,7 @@ Promise: every key of the config is in one of three sets; a change is free, told
 never ignored.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,8 +15,6 @@ FREE = frozenset(
         "cache_dir",
         "model_init",  # weights come from the checkpoint
         "dtype",  # what auto means is compared instead
-        "device",
-        "eval_files",
         "per_device_eval_batch_size",
         "output_dir",
         "overwrite_output_dir",
@@ -29,7 +28,6 @@ FREE = frozenset(
         "checkpoint_memory",
         "resume_from_checkpoint",
         "load_best_model_at_end",
-        "metric_for_best_model",
         "logging_steps",
         "report_to",
         "stop_on_loss_spike",
@@ -51,6 +49,8 @@ TOLD = frozenset(
         "gguf_file",
         "tokenizer_name",
         "train_files",
+        "eval_files",
+        "device",
         # The same rows a step, else another sum:
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
@@ -89,7 +89,8 @@ def changes(before: Mapping[str, Any], now: TrainConfig) -> tuple[list[str], lis
     told: list[str] = []
     for name, info in TrainConfig.model_fields.items():
         default = None if info.is_required() else info.get_default(call_default_factory=True)
-        was, value = before.get(name, default), getattr(now, name)
+        was = before.get(name, default)
+        value = json.loads(json.dumps(getattr(now, name)))  # as it comes out of a file
         if name in FREE or was == value:
             continue
         (told if name in TOLD else refused).append(f"{name}: {value}, was {was}")

@@ -7,10 +7,11 @@ token.  The three arrays may as well be memory-mapped files.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,15 @@ class TokenizedRows(Sequence[Row]):
         assert len(input_ids) == len(weights) == offsets[-1]
         self._ids, self._weights, self._offsets = input_ids, weights, offsets
         self.stats = stats
+
+    @property
+    def digest(self) -> str:
+        """xxh3_128 of every token and weight, in order."""
+        found = xxhash.xxh3_128()
+        for part in (self._ids, self._weights, self._offsets):
+            data: Any = np.ascontiguousarray(part).view(np.uint8)
+            found.update(data)
+        return str(found.hexdigest())
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

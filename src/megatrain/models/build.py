@@ -70,6 +70,12 @@ def read_config(
             if gguf_file is None
             else CONVERT,
         ) from error
+    if "dynamic" in _rope_types(config):
+        raise UserError(
+            asked=asked,
+            found="dynamic RoPE scaling, whose frequencies depend on the rows before",
+            change="use another rope_type (config_overrides: {rope_parameters: {rope_type: ...}})",
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
             asked=asked,
@@ -129,3 +135,10 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"
     return model.train()
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Kinds of RoPE scaling; some models have one for each type of layer."""
+    found = getattr(config, "rope_parameters", None) or {}
+    each = [found, *(value for value in found.values() if isinstance(value, dict))]
+    return {str(parameters.get("rope_type")) for parameters in each}

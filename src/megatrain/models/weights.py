@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    PrefixChange,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     convert_and_load_state_dict_in_model,
     rename_source_key,
     revert_weight_conversion,
@@ -195,14 +198,36 @@ def _convert(model: BlockModel, source: Source, keys: list[str]) -> dict[str, Te
         assert all(p.dtype == dtypes[n] for n, p in hf_model.named_parameters())
 
 
-def checkpoint_tensors(model: BlockModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+Conversions = list[WeightTransform]
+
+
+def checkpoint_conversions(model: BlockModel) -> Conversions:
+    """How names and shapes become those of a checkpoint.
+
+    transformers walks the model for it, in which layers are replaced by recorders at times while a
+    step runs: between steps only.
+    """
+    found = get_model_conversion_mapping(model.hf_model, add_legacy=False)
+    return [conversion for conversion in found if not isinstance(conversion, PrefixChange)]
+
+
+def checkpoint_tensors(
+    model: BlockModel, tensors: dict[str, Tensor], conversions: Conversions
+) -> dict[str, Tensor]:
     """A block's tensors under the names and in the shapes that checkpoints of this kind have."""
-    converted: dict[str, Tensor] = revert_weight_conversion(model.hf_model, dict(tensors))
+    if not conversions:
+        return dict(tensors)
+    hf_model = model.hf_model
+    hf_model._weight_conversions = conversions
+    try:
+        converted: dict[str, Tensor] = revert_weight_conversion(hf_model, dict(tensors))
+    finally:
+        hf_model._weight_conversions = None
     return converted
 
 
 def persistent_buffers(model: BlockModel) -> dict[str, Tensor]:
-    """Buffers that belong into a checkpoint."""
+    """Buffers that belong into a checkpoint; between steps only, as `checkpoint_conversions`."""
     names = {name for name, _ in model.hf_model.named_parameters(remove_duplicate=False)}
     state = model.hf_model.state_dict()
     return {name: tensor for name, tensor in state.items() if name not in names}

@@ -14,7 +14,9 @@ from megatrain.checkpoint import (
     masters_of,
     remove,
     remove_remains,
+    retire_later,
     save_model,
+    verify,
 )
 from megatrain.checkpoint.contents import Read
 from megatrain.checkpoint.writer import SMALL_FILES_BYTES
@@ -90,6 +92,11 @@ class OutputDirectory:
             note(f"{path.name} of an earlier run is removed (overwrite_output_dir)")
             remove(path, self.disk)
 
+    def go_back_to(self, step: int, note: Callable[[str], None]) -> None:
+        """Checkpoints after the step that this run goes on from are of another future."""
+        for path in retire_later(self.path, step, self.disk):
+            note(f"{path.name} is what a later checkpoint is called now; remove it if you will")
+
     def writer(
         self, config: TrainConfig, run: PreparedRun, store: BlockStore
     ) -> CheckpointWriter | None:
@@ -110,19 +117,35 @@ class OutputDirectory:
     def save_model(
         self, config: TrainConfig, run: PreparedRun, store: BlockStore, progress: Progress
     ) -> str:
-        """The final model, or that of the best checkpoint; where it came from, in words."""
+        """The final model, or that of the best checkpoint; what became of it, in words.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
         read: Read = store.masters
         source = ""
         best = progress.best(self.path) if config.load_best_model_at_end else None
         if best is not None and progress.best_step != progress.step:
-            read, source = masters_of(run.blocks.model, best), f", that of {best.name}"
-        save_model(
-            run.blocks.model,
-            read,
-            self.path,
-            dtype=run.compute_dtype if config.save_dtype == "auto" else config.save_dtype,
-            max_shard_bytes=parse_bytes(config.max_shard_size),
-            tokenizer=run.tokenizer,
-            disk=self.disk,
-        )
+            try:
+                verify(best)
+                read, source = masters_of(run.blocks.model, best), f", that of {best.name}"
+            except UserError as error:
+                source = f", the last one and not the best ({best.name}: {error.found})"
+        try:
+            save_model(
+                run.blocks.model,
+                read,
+                self.path,
+                dtype=run.compute_dtype if config.save_dtype == "auto" else config.save_dtype,
+                max_shard_bytes=parse_bytes(config.max_shard_size),
+                tokenizer=run.tokenizer,
+                disk=self.disk,
+            )
+        except OSError as error:
+            raise UserError(
+                asked=f"the final model in {self.path}",
+                found=f"no way to write it ({error.strerror or error})",
+                change="make room; megatrain export writes it from the last checkpoint, if there is"
+                " one",
+            ) from error
         return f"model written to {config.output_dir}{source}"

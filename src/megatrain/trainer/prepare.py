@@ -55,6 +55,8 @@ class RunData:
     """Counts of the training files, held-out rows included."""
     longest: int
     """Tokens of the longest row, held-out ones included."""
+    digest: str
+    """Of the rows of the training files, held-out ones included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +214,13 @@ def load_data(
     elif config.eval_split:
         keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
         training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
-    return RunData(train_rows=training, eval_rows=held_out, stats=rows.stats, longest=longest)
+    return RunData(
+        train_rows=training,
+        eval_rows=held_out,
+        stats=rows.stats,
+        longest=longest,
+        digest=rows.digest,
+    )
 
 
 def _learning_rate(config: TrainConfig, *, total_steps: int) -> Callable[[int], float]:

@@ -44,15 +44,14 @@ class Progress:
             best_step=trainer_state["best_global_step"],
         )
 
-    def judge(self, result: EvalResult, metric: str | None) -> None:
+    def judge(self, result: EvalResult) -> None:
         """Take note of an evaluation at whose step a checkpoint is written."""
-        by_perplexity = metric is not None and metric.endswith("perplexity")
-        value = result.perplexity if by_perplexity else result.loss
-        if math.isfinite(value) and (self.best_metric is None or value < self.best_metric):
-            self.best_metric, self.best_step = value, self.step
+        loss = result.loss
+        if math.isfinite(loss) and (self.best_metric is None or loss < self.best_metric):
+            self.best_metric, self.best_step = loss, self.step
 
     def best(self, output: Path) -> Path | None:
-        """The best checkpoint, if it is there."""
+        """Where the best checkpoint should be; None before there is one."""
         path = output / f"checkpoint-{self.best_step}"
         return path if self.best_step is not None else None
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import torch
 
 from megatrain.checkpoint import (
     TrainingState,
@@ -18,14 +18,12 @@ from megatrain.checkpoint import (
     verify,
     write_config,
 )
-from megatrain.checkpoint.disk import record_of
 from megatrain.checkpoint.foreign import (
     is_of_transformers,
     read_trainer_state,
     restore_optimizer,
 )
 from megatrain.config import TrainConfig, changes
-from megatrain.data.files import find_files
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
@@ -128,14 +126,6 @@ def _verify_or_offer(folder: Path) -> None:
         raise UserError(asked=error.asked, found=error.found, change=change) from error
 
 
-def data_digest(files: list[str]) -> str:
-    """Of the content of data files, in their order, whatever they are called."""
-    found = xxhash.xxh3_128()
-    for path in find_files(files):
-        found.update(record_of(path).digest.encode())
-    return str(found.hexdigest())
-
-
 def _check_same_run(
     folder: Path,
     state: TrainingState,
@@ -150,8 +140,8 @@ def _check_same_run(
         "rows to train on": (run.sampler.num_rows, state.num_rows),
     }
     refused += [f"{name}: {now}, was {was}" for name, (now, was) in found.items() if now != was]
-    if not refused and data_digest(config.train_files) != state.data_digest:
-        refused.append("other content in train_files")
+    if not refused and run.data.digest != state.data_digest:
+        refused.append("other rows from train_files: their content, the tokenizer or its template")
     refused += _model_changes(folder, run)
     if refused:
         raise UserError(
@@ -160,6 +150,8 @@ def _check_same_run(
             change="go back to the config in training_state/config.yaml there, or start a new run"
             f" from its model (model_name_or_path: {folder}, without resume_from_checkpoint)",
         )
+    if state.versions.get("torch") != torch.__version__:
+        told.append(f"torch: {torch.__version__}, was {state.versions.get('torch')}")
     if told:
         note(f"changed since {folder.name}: {'; '.join(told)}")
     _check_steps(folder, state.step, run)

@@ -20,13 +20,14 @@ from megatrain.engine import Engine
 from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
-from megatrain.trainer.resume import data_digest
 from megatrain.units import format_bytes
 
 GRACE_S = 30.0
 """What Kubernetes and Slurm leave a process after SIGTERM, unless told otherwise."""
 PROBE_BYTES = 2**27
 RECENT_STEPS = 20
+LONGEST_GAP = 64
+"""Steps between two attempts at a checkpoint that failed."""
 
 
 class SaveSchedule:
@@ -112,7 +113,6 @@ class Saver:
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
         self._note, self._record = note, record
-        self._digest = "" if writer is None else data_digest(config.train_files)
         self.schedule = SaveSchedule.of(config, run)
         self._snapshot: Snapshot | None = None
         self._step = -1
@@ -169,7 +169,7 @@ class Saver:
         try:
             best = progress.best(self._writer.output)
             self._snapshot = self._writer.start(self._state(progress), best=best)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  libraries raise what they like on a full disk
             self._failed(error)
             return
         self._engine.before_update = self._snapshot.guard
@@ -187,7 +187,7 @@ class Saver:
             compute_dtype=run.compute_dtype,
             num_rows=run.sampler.num_rows,
             rows_per_step=run.sampler.rows_per_step,
-            data_digest=self._digest,
+            data_digest=run.data.digest,
             config=config.model_dump(),
             trainer_state=progress.trainer_state(config, run, Path(config.output_dir)),
             versions={"megatrain": __version__, "torch": torch.__version__},
@@ -213,9 +213,8 @@ class Saver:
         if self._retry_at is not None:
             raise UserError(
                 asked=f"checkpoint-{progress.step} in {self._writer.output}",
-                found="no way to write it (see above); what was trained since the last checkpoint"
-                " is lost",
-                change="make room, then go on from there with resume_from_checkpoint: auto",
+                found="no way to write it (see above); the model itself is written",
+                change="make room; what goes on begins at the last whole checkpoint",
             )
 
     def stop(self, progress: Progress, number: signal.Signals) -> None:
@@ -224,7 +223,7 @@ class Saver:
             self.save(progress)
         self.wait()
         found = checkpoints(Path(self._config.output_dir))
-        last = max(found, default=None)
+        last = None if self._config.save_only_model else max(found, default=None)
         self._note(
             f"stopped by {number.name} after step {progress.step}; "
             + (
@@ -265,17 +264,19 @@ class Saver:
             expected_wait_s=self._expected_s,
         )
         self._note(figures.in_words())
+        if snapshot.warning:
+            self._note(snapshot.warning)
         self._record(figures.row())
 
     def _failed(self, error: BaseException) -> None:
-        self._retry_at, self._gap = self._step + self._gap, self._gap * 2
+        self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)
         what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         assert self._writer is not None
         found = max(checkpoints(self._writer.output), default=None)
         self._note(
             f"CHECKPOINT-{self._step} WAS NOT WRITTEN ({type(error).__name__}: {what}); the run"
-            f" goes on, {'none' if found is None else f'checkpoint-{found}'} is the last one; next"
-            f" try after step {self._retry_at}"
+            f" goes on; last whole: {'none' if found is None else f'checkpoint-{found}'}; next try"
+            f" after step {min(self._retry_at, self._run.total_steps)}"
         )
         self._step = -1
 
@@ -287,12 +288,13 @@ def _write_rate(writer: CheckpointWriter) -> float:
         UserError: if not even that can be written.
     """
     path, disk = writer.output / ".checkpoint-0.writing", writer.disk
-    nbytes = min(PROBE_BYTES, writer.nbytes)
+    block, count = os.urandom(2**20), max(1, min(PROBE_BYTES, writer.nbytes) // 2**20)
     try:
         disk.remove(path)
         began = time.perf_counter()
         file = disk.create(path)
-        file.write(os.urandom(2**20) * max(1, nbytes // 2**20))
+        for _ in range(count):
+            file.write(block)
         file.close()
         seconds = time.perf_counter() - began
         disk.remove(path)
@@ -302,4 +304,4 @@ def _write_rate(writer: CheckpointWriter) -> float:
             found=f"no way to write there ({error.strerror})",
             change="make room, choose another output_dir, or set save_strategy: no",
         ) from error
-    return nbytes / seconds
+    return count * len(block) / seconds

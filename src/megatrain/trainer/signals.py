@@ -50,7 +50,7 @@ class Requests:
     def take_save(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
         asked, self._save = self._save, False
-        if self._trigger.exists():
+        if self._trigger.is_file():
             self._trigger.unlink(missing_ok=True)
             asked = True
         return asked

@@ -147,7 +147,9 @@ class Trainer:
             console.note(self._summary(plan, saver))
             record = RunRecord(output.path, continues=self.resumed is not None, note=console.note)
             record.begin(config, run, plan, step=self.progress.step)
-            if self.resumed is None:
+            if self.resumed is not None:
+                output.go_back_to(self.progress.step, console.note)
+            elif config.overwrite_output_dir:
                 output.remove_earlier_run(console.note)
             how = "failed"
             try:
@@ -161,9 +163,10 @@ class Trainer:
                 self.trackers.close()
                 record.end(how, self.progress.results())
             if self.stopped_by is None:
-                saver.finish(self.progress)
                 engine.flush()
+                # Before the last checkpoint is asked after: if that failed, this may yet fit.
                 console.note(output.save_model(config, run, store, self.progress))
+                saver.finish(self.progress)
             engine.close()
             if writer is not None:
                 writer.pool.close()
@@ -253,7 +256,7 @@ class Trainer:
             if last or (config.eval_steps and progress.step % config.eval_steps == 0):
                 result = self._evaluate(engine, log, console)
                 if result is not None and saver.schedule.due(progress.step):
-                    progress.judge(result, config.metric_for_best_model)
+                    progress.judge(result)
                 meter.restart()
             lost = self._is_lost(skipped_in_a_row, in_spike=dog.in_spike)
             saver.after_step(progress, seconds, asked=requests.take_save() or bool(lost))
