@@ -44,16 +44,7 @@ def train(
         typer.echo(yaml.safe_dump(config.model_dump(), sort_keys=False), nl=False)
         return
     # Before torch is imported, so that a mistyped path is told at once.
-    check_run(
-        model=config.model_name_or_path,
-        gguf_file=config.gguf_file,
-        tokenizer=config.tokenizer_name,
-        train_files=config.train_files,
-        eval_files=config.eval_files,
-        output_dir=config.output_dir,
-        overwrite=config.overwrite_output_dir,
-        resume=config.resume_from_checkpoint,
-    )
+    check_run(**config.paths())
     from megatrain.trainer import Trainer
 
     Trainer(config).train()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from megatrain.checkpoint import masters_of, save_model, verify
+from megatrain.checkpoint.export import SAVE_DTYPES
 from megatrain.checkpoint.manifest import MANIFEST
 from megatrain.data import load_tokenizer
 from megatrain.errors import UserError
@@ -11,8 +12,6 @@ from megatrain.models.hub import find_model, upload_model
 from megatrain.models.load import load_blocks
 from megatrain.models.selection import Selection
 from megatrain.preflight import check_model
-
-SAVED_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export_model(
@@ -52,7 +51,7 @@ def export_model(
     stored = config.get("dtype") or config.get("torch_dtype")
     compute_dtype = "bfloat16" if stored == "bfloat16" else "float32"
     if dtype == "auto":
-        dtype = stored if stored in SAVED_DTYPES else "float32"
+        dtype = stored if stored in SAVE_DTYPES else "float32"
     blocks = load_blocks(files, compute_dtype=compute_dtype, selection=Selection(evaluation=True))
     tokenizer = load_tokenizer(files.directory)
     try:

@@ -208,19 +208,22 @@ def test_models_alone_are_not_resumed_and_not_removed(asked: Any, workspace: Pat
 
 
 def test_going_back_leaves_the_other_future_aside(workspace: Path) -> None:
-    train(save_total_limit=2, max_steps=8)
-    made = train(
-        resume_from_checkpoint="out/checkpoint-6",
-        learning_rate=1e-4,
-        max_steps=7,
-        save_steps=1,
-        save_total_limit=1,
-    )
-    assert made.progress.step == 7
-    assert sorted(p.name for p in Path("out").glob("*checkpoint-*")) == [
-        "abandoned-checkpoint-8",
-        "checkpoint-7",
-    ]
+    train()
+    before = tensors_of(Path("out") / LAST)
+    for rate in (2e-4, 3e-4):
+        train(resume_from_checkpoint="out/checkpoint-6", learning_rate=rate, save_total_limit=2)
+        assert sorted(p.name for p in Path("out").glob("checkpoint-*")) == ["checkpoint-6", LAST]
+    first, second = (Path(f"out/abandoned-{LAST}-{again}") for again in (1, 2))
+    assert tensors_of(first) == before
+    assert len({str(tensors_of(path)) for path in (first, second, Path("out") / LAST)}) == 3
+
+
+def test_overwriting_while_resuming_from_elsewhere_removes_what_was_there(workspace: Path) -> None:
+    train(output_dir="source", max_steps=4)
+    train(max_steps=6)
+    train(resume_from_checkpoint="source/checkpoint-4", max_steps=5, overwrite_output_dir=True)
+    assert [p.name for p in Path("out").glob("*checkpoint-*")] == ["checkpoint-5"]
+    assert [p.name for p in Path("source").glob("checkpoint-*")] != []
 
 
 def test_checkpoints_of_others_are_not_written_over(workspace: Path) -> None:

@@ -132,7 +132,7 @@ def test_updates_wait_until_a_block_is_copied(
         engine.step(rows, learning_rate=1e-2)
     engine.flush()
     made.join()
-    assert made.error is None and made.written.waited_s > 0
+    assert made.error is None and made.waited_s > 0
     assert same_bits(written(engine, tmp_path / "at"), expected)
     assert not same_bits(moment(engine), expected)
     undisturbed = engine_of(max_grad_norm=max_grad_norm, threads=threads)

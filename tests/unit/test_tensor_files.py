@@ -10,7 +10,6 @@ from safetensors import safe_open
 
 from megatrain.checkpoint.disk import Disk, record_of
 from megatrain.checkpoint.tensors import (
-    FilePlan,
     Shards,
     TensorFiles,
     TensorSpec,
@@ -86,8 +85,9 @@ def test_large_writes_are_sent_to_the_disk_on_the_way(
     assert (tmp_path / "a").stat().st_size == 640
 
 
-def test_the_index_of_one_file_is_none() -> None:
-    shards = Shards(max_bytes=100)
+def test_one_file_has_the_single_name_and_more_have_numbers() -> None:
+    shards = Shards(max_bytes=8)
     shards.add(TensorSpec(name="a", dtype=torch.float32, shape=(2,)))
     assert list(shards.plans()) == ["model.safetensors"]
-    assert FilePlan(tensors=()).nbytes == len(FilePlan(tensors=()).header)
+    shards.add(TensorSpec(name="b", dtype=torch.float32, shape=(1,)))
+    assert list(shards.plans()) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]

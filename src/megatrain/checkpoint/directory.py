@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 from megatrain.checkpoint.contents import STATE_FOLDER
@@ -114,10 +115,11 @@ def retire_later(output: Path, step: int, disk: Disk) -> list[Path]:
     retired = []
     for number, path in checkpoints(output).items():
         if number > step:
-            target = output / f"abandoned-{path.name}"
-            disk.remove(target)
+            names = (output / f"abandoned-{path.name}-{again}" for again in count(1))
+            target = next(name for name in names if not name.exists())
             disk.rename(path, target)
             retired.append(target)
+    disk.sync_directory(output)
     return retired
 
 

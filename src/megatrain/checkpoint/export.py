@@ -17,10 +17,10 @@ from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 from megatrain.masters import split_master
 from megatrain.models import BlockModel
+from megatrain.models.source import INDEX_NAME
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
-INDEX_NAME = "model.safetensors.index.json"
 
 
 def save_model(

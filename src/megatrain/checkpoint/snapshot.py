@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -48,17 +47,6 @@ class BufferPool:
         self.slab.close()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """How a snapshot went."""
-
-    seconds: float
-    """From its moment until it had its name."""
-    nbytes: int
-    waited_s: float
-    """Training stood still for it."""
-
-
 class Snapshot:
     """Copies and writes; made at the moment whose state it is.
 
@@ -84,7 +72,7 @@ class Snapshot:
         complete: Callable[[], str],
         undo: Callable[[], None],
     ) -> None:
-        self._contents, self._files, self._pool = contents, files, pool
+        self._files, self._pool = files, pool
         self._pieces = contents.pieces(weights, store)
         self._complete, self._undo = complete, undo
         self._full: queue.SimpleQueue[tuple[Tensor, list[Part]] | None] = queue.SimpleQueue()
@@ -92,8 +80,10 @@ class Snapshot:
         self._copied = {block: threading.Event() for block in contents.order}
         self._ended = threading.Event()
         self._began = time.perf_counter()
-        self._waited_s = 0.0
-        self._seconds = 0.0
+        self.waited_s = 0.0
+        """Of lanes that wanted to overwrite a block before it was copied."""
+        self.seconds = 0.0
+        """Until it had its name."""
         self.error: BaseException | None = None
         """Why it failed, once it has."""
         self.warning = ""
@@ -106,7 +96,7 @@ class Snapshot:
         if not self._copied[block].is_set():
             began = time.perf_counter()
             self._copied[block].wait()
-            self._waited_s += time.perf_counter() - began
+            self.waited_s += time.perf_counter() - began
 
     @property
     def ended(self) -> bool:
@@ -115,12 +105,6 @@ class Snapshot:
     def join(self) -> None:
         """Return when it has its name, or has failed (`error`)."""
         self._ended.wait()
-
-    @property
-    def written(self) -> Written:
-        """How it went, once it has ended well."""
-        assert self.ended and self.error is None
-        return Written(seconds=self._seconds, nbytes=self._contents.nbytes, waited_s=self._waited_s)
 
     def _copy(self) -> None:
         try:
@@ -176,5 +160,5 @@ class Snapshot:
             self._files.abandon()
             if self.error is not None:
                 self._undo()
-            self._seconds = time.perf_counter() - self._began
+            self.seconds = time.perf_counter() - self._began
             self._ended.set()

@@ -277,6 +277,19 @@ class TrainConfig(BaseModel):
         False, description="Deterministic kernels on the GPU: the same bits in every run."
     )
 
+    def paths(self) -> dict[str, Any]:
+        """What `megatrain.preflight.check_run` looks at, by its arguments' names."""
+        return {
+            "model": self.model_name_or_path,
+            "gguf_file": self.gguf_file,
+            "tokenizer": self.tokenizer_name,
+            "train_files": self.train_files,
+            "eval_files": self.eval_files,
+            "output_dir": self.output_dir,
+            "overwrite": self.overwrite_output_dir,
+            "resume": self.resume_from_checkpoint,
+        }
+
     @field_validator("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
     @classmethod
     def _is_a_size(cls, value: str | None) -> str | None:

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from megatrain.data.chat import Message, chat_row, check_messages
-from megatrain.data.files import Record
-from megatrain.data.foreign import (
+from megatrain.data.conversations import (
     ALPACA_COLUMNS,
     alpaca_messages,
     alpaca_pair,
     sharegpt_messages,
 )
+from megatrain.data.files import Record
 from megatrain.data.rows import Row
 from megatrain.data.supervision import document_rows, prompt_completion_row, text_row
 from megatrain.data.tokenizer import Tokenizer

@@ -1,6 +1,5 @@
 """A progress display on a terminal, plain lines elsewhere."""
 
-from types import TracebackType
 from typing import IO, Any
 
 from rich.console import Console as RichConsole
@@ -43,12 +42,7 @@ class Console:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
 
     def note(self, text: str) -> None:

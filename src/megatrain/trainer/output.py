@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 from megatrain.checkpoint import (
     BufferPool,
@@ -45,12 +44,7 @@ class OutputDirectory:
     def __enter__(self) -> "OutputDirectory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._lock.release()
 
     def check_room(self, config: TrainConfig, contents: Contents | None, count: int) -> str:

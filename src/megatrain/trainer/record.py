@@ -17,7 +17,6 @@ import psutil
 import torch
 
 from megatrain import __version__
-from megatrain.checkpoint.disk import record_of
 from megatrain.config import TrainConfig
 from megatrain.data.files import find_files
 from megatrain.placing import RunPlan
@@ -61,7 +60,8 @@ class RunRecord:
             },
             "plan": {"host_bytes": plan.need.host, "words": plan.in_words()},
             "data": {
-                "files": {str(path): asdict(record_of(path)) for path in files},
+                "files": {str(path): path.stat().st_size for path in files},
+                "digest": run.data.digest,
                 "rows": asdict(run.data.stats),
                 "held_out_rows": len(run.data.eval_rows),
             },

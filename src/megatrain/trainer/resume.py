@@ -18,7 +18,7 @@ from megatrain.checkpoint import (
     verify,
     write_config,
 )
-from megatrain.checkpoint.foreign import (
+from megatrain.checkpoint.transformers_optimizer import (
     is_of_transformers,
     read_trainer_state,
     restore_optimizer,

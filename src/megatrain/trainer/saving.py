@@ -253,14 +253,15 @@ class Saver:
         if snapshot.error is not None:
             self._failed(snapshot.error)
             return
-        self._gap, written = 1, snapshot.written
-        self._rate = written.nbytes / max(written.seconds, 1e-9)
+        assert self._writer is not None
+        self._gap, nbytes = 1, self._writer.nbytes
+        self._rate = nbytes / max(snapshot.seconds, 1e-9)
         figures = SaveFigures(
             step=self._step,
-            nbytes=written.nbytes,
-            seconds=written.seconds,
+            nbytes=nbytes,
+            seconds=snapshot.seconds,
             flush_s=self._flush_s,
-            waited_s=written.waited_s + self._held_up_s,
+            waited_s=snapshot.waited_s + self._held_up_s,
             expected_wait_s=self._expected_s,
         )
         self._note(figures.in_words())

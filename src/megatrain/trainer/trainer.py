@@ -70,16 +70,7 @@ class Trainer:
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"config is a {type(config).__name__}: make it with TrainConfig(...)")
-        check_run(
-            model=config.model_name_or_path,
-            gguf_file=config.gguf_file,
-            tokenizer=config.tokenizer_name,
-            train_files=config.train_files,
-            eval_files=config.eval_files,
-            output_dir=config.output_dir,
-            overwrite=config.overwrite_output_dir,
-            resume=config.resume_from_checkpoint,
-        )
+        check_run(**config.paths())
         check_installed(config.report_to)
         self.config, self.loss, self.quiet = config, loss, quiet
         resumes = may_resume(config)
@@ -103,6 +94,12 @@ class Trainer:
         num_traced = config.trace_steps or TRACE_STEPS
         first_traced = max(first, min(first + WARM_UP_STEPS, run.total_steps - num_traced))
         self.traced = range(first_traced, run.total_steps)[:num_traced]
+
+    @property
+    def continues(self) -> bool:
+        """Whether the run goes on in the output directory that it was in before."""
+        resumed = self.resumed
+        return resumed is not None and resumed.folder.resolve().parent == self.output.path
 
     def _plan(self) -> RunPlan:
         run = self.run
@@ -145,9 +142,9 @@ class Trainer:
                 record=log.write,
             )
             console.note(self._summary(plan, saver))
-            record = RunRecord(output.path, continues=self.resumed is not None, note=console.note)
+            record = RunRecord(output.path, continues=self.continues, note=console.note)
             record.begin(config, run, plan, step=self.progress.step)
-            if self.resumed is not None:
+            if self.continues:
                 output.go_back_to(self.progress.step, console.note)
             elif config.overwrite_output_dir:
                 output.remove_earlier_run(console.note)
@@ -155,18 +152,18 @@ class Trainer:
             try:
                 with Requests(output.path) as requests:
                     result = self._loop(engine, saver, requests, log, console)
-                how = (
-                    "finished" if self.stopped_by is None else f"stopped by {self.stopped_by.name}"
-                )
+                if self.stopped_by is None:
+                    saver.wait()
+                    engine.flush()
+                    # Before the last checkpoint is asked after: if that failed, this may yet fit.
+                    console.note(output.save_model(config, run, store, self.progress))
+                    saver.finish(self.progress)
+                by = self.stopped_by
+                how = "finished" if by is None else f"stopped by {by.name}"
             finally:
                 saver.wait()  # what it copies from must stay
                 self.trackers.close()
                 record.end(how, self.progress.results())
-            if self.stopped_by is None:
-                engine.flush()
-                # Before the last checkpoint is asked after: if that failed, this may yet fit.
-                console.note(output.save_model(config, run, store, self.progress))
-                saver.finish(self.progress)
             engine.close()
             if writer is not None:
                 writer.pool.close()
@@ -284,10 +281,8 @@ class Trainer:
 
     def _log(self, console: Console) -> RunLog:
         """Of this run alone; what a resumed run does again is not in it twice."""
-        path, resumed = self.output.path, self.resumed
-        continues = resumed is not None and resumed.folder.resolve().parent == path
-        after_step = self.progress.step if continues else None
-        return RunLog(path, after_step=after_step, note=console.note)
+        after_step = self.progress.step if self.continues else None
+        return RunLog(self.output.path, after_step=after_step, note=console.note)
 
     def _trackers(self, console: Console) -> Trackers:
         config, output = self.config, self.output.path
