@@ -175,7 +175,8 @@ class Saver:
         self._engine.before_update = self._snapshot.guard
         step_s = statistics.median(self._durations) if self._durations else 0.0
         beyond = self._writer.nbytes - self._writer.pool.nbytes
-        self._expected_s = max(0.0, beyond / self._rate - step_s)
+        last = progress.step == self._run.total_steps  # nothing is overwritten any more
+        self._expected_s = 0.0 if last else max(0.0, beyond / self._rate - step_s)
 
     def _state(self, progress: Progress) -> TrainingState:
         config, run, engine = self._config, self._run, self._engine
