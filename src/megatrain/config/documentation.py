@@ -2,6 +2,8 @@
 
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from megatrain.config.foreign import MET, REFUSED, SYNONYMS
 from megatrain.config.options import GROUPS, OWN_KEYS, TrainConfig
 
@@ -25,17 +27,19 @@ notice. *Refused*: an error, unless the value asks for nothing.
 def document() -> str:
     """The text of docs/config.md."""
     lines = [HEAD.rstrip()]
-    for name, info in TrainConfig.model_fields.items():
-        if name in GROUPS:
-            lines += ["", f"## {GROUPS[name]}", ""]
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        default = "required"
-        if not info.is_required():
-            default = f"`{_yaml(info.get_default(call_default_factory=True))}`"
-        lines.append(f"| `{name}` | {_kind(info.annotation)} | {default} | {info.description} |")
+    for title, group in GROUPS.items():
+        lines += ["", f"## {title}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(name, info) for name, info in group.model_fields.items()]
     lines += ["", "## Synonyms", "", "Taken with a notice.", "", "| key | taken as |", "|---|---|"]
     lines += [f"| `{key}` | `{name}` |" for key, name in SYNONYMS.items()]
     return "\n".join([*lines, FOREIGN, *_foreign_rows()]) + "\n"
+
+
+def _row(name: str, info: FieldInfo) -> str:
+    default = "required"
+    if not info.is_required():
+        default = f"`{_yaml(info.get_default(call_default_factory=True))}`"
+    return f"| `{name}` | {_kind(info.annotation)} | {default} | {info.description} |"
 
 
 def _foreign_rows() -> list[str]:

@@ -12,7 +12,7 @@ import torch
 
 from megatrain.checkpoint import Contents
 from megatrain.config import TrainConfig
-from megatrain.config.options import LEAST_CHECKPOINT_MEMORY
+from megatrain.config.groups.run import LEAST_CHECKPOINT_MEMORY
 from megatrain.data import (
     ChosenRows,
     DataOptions,

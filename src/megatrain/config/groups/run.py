@@ -1,0 +1,113 @@
+"""Keys of a run: what it writes and when, what it may use."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from megatrain.config.groups.keys import Keys, check_count_or_share, check_size
+from megatrain.units import parse_bytes
+
+LEAST_CHECKPOINT_MEMORY = 2**20
+"""Bytes."""
+
+
+class RunKeys(Keys):
+    """Output, records, memory, devices."""
+
+    output_dir: str = Field(description="Where checkpoints, the model and the log go.")
+    overwrite_output_dir: bool = Field(False, description="Write over an earlier run there.")
+    save_dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="dtype of the saved model; auto: the compute dtype."
+    )
+    max_shard_size: str = Field("5GB", description="Largest weights file.")
+    save_strategy: Literal["steps", "epoch", "no"] = Field(
+        "steps",
+        description="When checkpoints are written: every save_steps, or after each epoch, and in"
+        " both cases after the last step; or never (the final model is written all the same).",
+    )
+    save_steps: float = Field(
+        500.0, gt=0, description="Steps between checkpoints; below 1: a share of all steps."
+    )
+    save_total_limit: int | None = Field(
+        None, ge=1, description="Checkpoints to keep, beside the best one; default: all."
+    )
+    save_only_model: bool = Field(
+        False, description="Checkpoints without training state: only the weights, no resuming."
+    )
+    save_on_signal: Literal["auto"] | bool = Field(
+        "auto",
+        description="Write a checkpoint when SIGTERM or SIGINT ends the run; auto: for SIGTERM only"
+        " if it is written within the 30 s that schedulers commonly leave.",
+    )
+    checkpoint_memory: str | None = Field(
+        None,
+        description="Memory for what is copied and not written yet while training goes on, such as"
+        " 8GiB; default: the state of two blocks.",
+    )
+    resume_from_checkpoint: bool | str | None = Field(
+        None,
+        description="auto: go on from the last whole checkpoint in output_dir, if there is one;"
+        " true: the same, and it must be there; or a checkpoint's directory.",
+    )
+    load_best_model_at_end: bool = Field(
+        False, description="Write the model of the best checkpoint at the end, not the last."
+    )
+    logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list,
+        description="Trackers that get the rows of log.jsonl too; each needs its package.",
+    )
+    run_name: str | None = Field(
+        None, description="What trackers call the run; default: the name of output_dir."
+    )
+    stop_on_loss_spike: bool = Field(
+        False,
+        description="End the run, with a checkpoint, at a loss far above the median of the last 50"
+        " steps; it is told in any case.",
+    )
+    eval_steps: int | None = Field(
+        None, ge=1, description="Evaluate every so many steps, besides before and after training."
+    )
+    seed: int = Field(42, ge=0, description="Key of order, initialisation and dropout.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where blocks are computed.")
+    host_memory: str | None = Field(
+        None, description="Host memory that the run may use, such as 100GiB; default: what is free."
+    )
+    gpu_memory: str | None = Field(
+        None,
+        description="GPU memory that the run may use, such as 24GiB; default: what is free. What is"
+        " to spare holds state and activations that then need not be moved or computed again.",
+    )
+    trace: str | None = Field(
+        None,
+        description="Write a trace of trace_steps steps to this file, which"
+        " https://ui.perfetto.dev opens: what each lane did when.",
+    )
+    trace_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Steps in the trace, by default 2; a run's first steps are left out.",
+    )
+    torch_compile: bool | None = Field(
+        None, description="Compile layers and loss; default: on a GPU, unless there is dropout."
+    )
+    full_determinism: bool = Field(
+        False, description="Deterministic kernels on the GPU: the same bits in every run."
+    )
+
+    @field_validator("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
+    @classmethod
+    def _is_a_size(cls, value: str | None) -> str | None:
+        return check_size(value)
+
+    @field_validator("checkpoint_memory")
+    @classmethod
+    def _holds_a_few_buffers(cls, value: str | None) -> str | None:
+        if value is not None and parse_bytes(value) < LEAST_CHECKPOINT_MEMORY:
+            raise ValueError("at least 1MiB")
+        return value
+
+    @field_validator("save_steps")
+    @classmethod
+    def _is_a_count_or_a_share(cls, value: float) -> float:
+        return check_count_or_share(value)

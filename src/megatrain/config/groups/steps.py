@@ -1,0 +1,29 @@
+"""Keys that say how many steps there are, and what is in one."""
+
+from pydantic import Field, field_validator
+
+from megatrain.config.groups.keys import Keys
+
+
+class StepKeys(Keys):
+    """Length of the run, rows of a step."""
+
+    num_train_epochs: float = Field(3.0, gt=0, description="Passes over the data.")
+    max_steps: int = Field(-1, description="Optimizer steps; overrides epochs if positive.")
+    per_device_train_batch_size: int = Field(
+        8, ge=1, description="Rows of one micro-batch, unless micro_batch_tokens is set."
+    )
+    gradient_accumulation_steps: int = Field(
+        1, ge=1, description="A step has this many times per_device_train_batch_size rows."
+    )
+    per_device_eval_batch_size: int = Field(8, ge=1, description="Rows of an evaluation batch.")
+    micro_batch_tokens: int | None = Field(
+        None, ge=1, description="Padded tokens of one micro-batch; the step's rows stay the same."
+    )
+
+    @field_validator("max_steps")
+    @classmethod
+    def _is_minus_one_or_positive(cls, value: int) -> int:
+        if value != -1 and value < 1:
+            raise ValueError("give a positive number, or -1 to count epochs")
+        return value
