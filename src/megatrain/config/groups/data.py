@@ -38,7 +38,7 @@ class DataKeys(Keys):
 
     @field_validator("eval_split")
     @classmethod
-    def _is_a_count_or_a_share(cls, value: float) -> float:
+    def _split_is_a_count_or_a_share(cls, value: float) -> float:
         return check_count_or_share(value)
 
     @field_validator("chat_template_path")

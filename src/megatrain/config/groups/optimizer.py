@@ -36,5 +36,5 @@ class OptimizerKeys(Keys):
 
     @field_validator("warmup_steps")
     @classmethod
-    def _is_a_count_or_a_share(cls, value: float) -> float:
+    def _warm_up_is_a_count_or_a_share(cls, value: float) -> float:
         return check_count_or_share(value)

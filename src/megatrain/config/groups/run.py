@@ -109,5 +109,5 @@ class RunKeys(Keys):
 
     @field_validator("save_steps")
     @classmethod
-    def _is_a_count_or_a_share(cls, value: float) -> float:
+    def _saves_by_a_count_or_a_share(cls, value: float) -> float:
         return check_count_or_share(value)
