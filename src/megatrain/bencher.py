@@ -198,6 +198,8 @@ def _figures(
         "compiled_seconds": round(plan.programs.compiler.seconds, 1)
         if plan.programs.compiler
         else None,
+        "predicted_seconds": None if placement is None else round(placement.seconds, 4),
+        "spilled_layers": len(plan.options.spill.blocks) if plan.options.spill else 0,
         "predicted_device_bytes": None if placement is None else placement.device_bytes,
         "host_bytes": plan.need.host,
         "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -14,6 +14,8 @@ from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, 
 from megatrain.planner.fit import available_host_bytes
 from megatrain.units import format_bytes
 
+WAITING_GRADIENT_SLOTS = 6
+"""Without clipping, if the host has room for them: the host's updates may fall so far behind."""
 FRAGMENTED = 0.01
 """Share of the GPU's memory that is not planned for: it is lost between tensors."""
 
@@ -106,6 +108,7 @@ def plan_run(
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
+    options = _with_room_for_waiting(model, options, budgets)
     footprint = measure_footprint(
         model, options, shape=(rows, length), device=device, loss=loss, programs=programs
     )
@@ -123,6 +126,15 @@ def plan_run(
     need = _need(model, options, placement.resident, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
     return RunPlan(options=options, programs=programs, need=need, placement=placement)
+
+
+def _with_room_for_waiting(
+    model: BlockModel, options: EngineOptions, budgets: Budgets
+) -> EngineOptions:
+    """More gradients that wait for the host's updates, if the host has room with all else there."""
+    more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
+    need = _need(model, more, frozenset(), budgets).host_total
+    return more if need <= (budgets.host or available_host_bytes()) else options
 
 
 def _need(

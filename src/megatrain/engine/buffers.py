@@ -13,7 +13,7 @@ from megatrain.schedule import SlotSizes
 class StepBuffers:
     """Byte buffers by slot number, as the schedule numbers them."""
 
-    def __init__(self, sizes: SlotSizes, *, resident: frozenset[int], device: torch.device) -> None:
+    def __init__(self, sizes: SlotSizes, *, device: torch.device) -> None:
         def on_device(nbytes: int) -> Tensor:
             return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
@@ -21,18 +21,14 @@ class StepBuffers:
         self.accumulators = [on_device(nbytes) for nbytes in sizes.accumulators]
         self.staging = [on_device(nbytes) for nbytes in sizes.staging]
         self.passing = [on_device(nbytes) for nbytes in sizes.passing]
-        on_host = {s: n for s, n in sizes.home_gradients.items() if s not in resident}
-        self.slab = HostSlab(
-            sum(map(HostSlab.rounded, [*on_host.values(), *sizes.host_inputs.values()])),
-            pin=device.type == "cuda",
-        )
+        on_host = [*sizes.home_gradients.values(), *sizes.host_inputs.values()]
+        self.slab = HostSlab(sum(map(HostSlab.rounded, on_host)), pin=device.type == "cuda")
         self.host_inputs = {
             place: self.slab.take(nbytes) for place, nbytes in sizes.host_inputs.items()
         }
         self.home_gradients = {
-            slot: self.slab.take(nbytes) if slot in on_host else on_device(nbytes)
-            for slot, nbytes in sizes.home_gradients.items()
-        }
+            slot: self.slab.take(nbytes) for slot, nbytes in sizes.home_gradients.items()
+        } | {slot: on_device(nbytes) for slot, nbytes in sizes.resident_gradients.items()}
 
     def close(self) -> None:
         """Give back page-locked memory."""

@@ -128,7 +128,7 @@ class Engine:
         on_threads = device.type == "cuda" if options.threads is None else options.threads
         self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes(device))
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
-        self.buffers = StepBuffers(sizes, resident=store.resident, device=device)
+        self.buffers = StepBuffers(sizes, device=device)
         model.move_buffers(device)
         programs = programs or Programs.of(model, options)
         self.compiler = programs.compiler

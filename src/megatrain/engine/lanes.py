@@ -53,7 +53,7 @@ class InlineLanes:
         spans: list[Span] | None = None,
     ) -> None:
         for op in ops:
-            if op.lane is Lane.HOST:
+            if op.lane in (Lane.HOST, Lane.CONTROL):
                 self._wait_for_device()
             start = time.perf_counter()
             handle(op)

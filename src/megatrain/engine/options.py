@@ -39,6 +39,8 @@ class EngineOptions:
     """Key of the randomness inside the model."""
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
+    waiting_gradient_slots: int = 2
+    """Without clipping: layers whose gradients can wait on the host for their updates."""
     saved: frozenset[int] = frozenset()
     """Layers (by block number) that keep what backward needs instead of being recomputed."""
     spill: Spill | None = None
@@ -80,6 +82,7 @@ def step_plan(
         spill=options.spill,
         layer_weight_slots=options.layer_weight_slots,
         layer_gradient_slots=options.layer_gradient_slots,
+        waiting_gradient_slots=options.waiting_gradient_slots,
     )
 
 
@@ -95,6 +98,7 @@ def check_options(model: BlockModel, options: EngineOptions) -> str:
         "loss_chunk_tokens": options.loss_chunk_tokens,
         "layer_weight_slots": options.layer_weight_slots,
         "layer_gradient_slots": options.layer_gradient_slots,
+        "waiting_gradient_slots": options.waiting_gradient_slots,
         "host_threads": options.host_threads,
     }
     for name, value in positive.items():

@@ -58,11 +58,7 @@ def memory_need(
         for purpose in STATE
     }
     sizes = slot_sizes(layouts[: plan.head + 1], plan, gradient_dtype)
-    host["gradient"] = sum(
-        HostSlab.rounded(nbytes)
-        for slot, nbytes in sizes.home_gradients.items()
-        if slot not in plan.resident
-    )
+    host["gradient"] = sum(map(HostSlab.rounded, sizes.home_gradients.values()))
     host["activation"] = sum(map(HostSlab.rounded, sizes.host_inputs.values()))
     host["process"] = PROCESS_BYTES
     return MemoryNeed(host=host, device_slots=sizes.device)

@@ -1,7 +1,8 @@
 """What spare GPU memory is spent on: state of blocks, and activations instead of recompute.
 
 A rule, not a search over everything: embed and head first, then the first layers (with clipping
-their updates delay the next forward), then saved activations of the last layers.  How many of each
+their updates delay the next forward), then saved activations of the first
+layers.  How many of each
 is what a rough estimate of the step's time says, within the budget.  Where memory is short, inputs
 of layers wait on the host, so that their place holds state.
 """
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megatrain.errors import UserError
-from megatrain.layout import BlockLayout, Purpose
+from megatrain.layout import BlockLayout
 from megatrain.memory.store import STATE
 from megatrain.planner.fit import memory_need
 from megatrain.schedule import Footprint, Spill, StepPlan, slot_sizes
@@ -32,6 +33,8 @@ class Placement:
     spill: Spill | None
     device_bytes: int
     """Slots, resident state and activations at their peak."""
+    seconds: float
+    """Estimated, of a step of the largest shape."""
 
     def in_words(self) -> str:
         """One line for a person."""
@@ -39,6 +42,7 @@ class Placement:
             f"GPU memory {format_bytes(self.device_bytes)}: state of {len(self.resident)} blocks,"
             f" activations of {len(self.saved)} layers"
             + ("" if self.spill is None else f"; inputs of {len(self.spill.blocks)} on the host")
+            + f"; a step should take about {self.seconds:.3g} s"
         )
 
 
@@ -78,7 +82,7 @@ class PlacementRule:
             self._refuse(min(starts, key=lambda placement: placement.device_bytes))
         fit = [placement for placement in tried if self._host_bytes(placement) <= self.host_budget]
         # What does not fit is refused later, with what it needs: the least for the host.
-        return min(fit or [min(tried, key=self._host_bytes)], key=self.estimated_seconds)
+        return min(fit or [min(tried, key=self._host_bytes)], key=lambda p: p.seconds)
 
     def _refuse(self, placement: Placement) -> NoReturn:
         raise UserError(
@@ -104,9 +108,13 @@ class PlacementRule:
         return placement
 
     def _with_saved(self, best: Placement) -> Placement:
-        """As many of the last layers saved as fit."""
+        """As many of the first layers saved as fit.
+
+        These are the resident ones, whose weights need no slot of their own to stay; and without
+        clipping the host, whose updates begin with the last layers, is given more time for them.
+        """
         saved, spills = NONE, best.spill is not None
-        for layer in range(self.plan.num_layers, max(self.plan.lowest_trainable, 1) - 1, -1):
+        for layer in range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1):
             saved |= {layer}
             placement = self._placement(best.resident, saved, spills=spills)
             if placement.device_bytes > self.budget:
@@ -123,7 +131,7 @@ class PlacementRule:
             layout.nbytes(purpose, self.gradient_dtype)
             for block in resident
             for layout in [self.layouts[block]]
-            for purpose in (*STATE, Purpose.GRADIENT)
+            for purpose in STATE
         )
         cost, layers = self.footprint, range(1, plan.num_layers + 1)
         kept = sum(
@@ -138,6 +146,7 @@ class PlacementRule:
             saved=saved,
             spill=spill,
             device_bytes=self._slots(plan) + state + activations,
+            seconds=self._seconds(plan),
         )
 
     def _spill(self, saved: frozenset[int]) -> Spill:
@@ -161,34 +170,35 @@ class PlacementRule:
     def _slots(self, plan: StepPlan) -> int:
         return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
-    def estimated_seconds(self, placement: Placement) -> float:
+    def _seconds(self, plan: StepPlan) -> float:
         """A step's time: computation, and what of the host's updates it cannot hide.
 
         Inputs that cross the bus take nothing if updates or computation hide them; they are given
         a small price all the same, so that they stay where there is nothing to win.
         """
-        cost, plan = self.footprint, self.plan
+        cost = self.footprint
         forward, backward = [0.0] * (plan.head + 1), [0.0] * (plan.head + 1)
         for layer in range(1, plan.num_layers + 1):
-            saved = layer in placement.saved
             forward[layer] = plan.num_micro * cost.forward_s
             if layer >= plan.lowest_trainable:
                 backward[layer] = plan.num_micro * (
-                    cost.saved_backward_s if saved else cost.backward_s
+                    cost.saved_backward_s if layer in plan.saved else cost.backward_s
                 )
         updates = [
             sum(segment.numel for segment in layout.segments if segment.trainable)
             / cost.update_params_per_s
             for layout in self.layouts[: plan.head + 1]
         ]
-        for block in placement.resident:
+        for block in plan.resident:
             updates[block] = 0.0
         loss = plan.num_micro * cost.loss_s
         if plan.clip:
             seconds = _behind(forward, updates) + loss + sum(backward)
         else:
-            seconds = sum(forward) + loss + _ahead(backward[::-1], updates[::-1])
-        return seconds if placement.spill is None else SPILL_PRICE * seconds
+            waiting = plan.waiting_gradient_slots + plan.layer_gradient_slots
+            ahead = _ahead(backward[::-1], updates[::-1], waiting=waiting)
+            seconds = sum(forward) + loss + ahead
+        return seconds if plan.spill is None else SPILL_PRICE * seconds
 
 
 def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:
@@ -200,10 +210,17 @@ def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:
     return computed
 
 
-def _ahead(computing: Sequence[float], updates: Sequence[float]) -> float:
-    """Seconds until all blocks are computed and updated, each update after its computation."""
-    updated = computed = 0.0
+def _ahead(computing: Sequence[float], updates: Sequence[float], *, waiting: int) -> float:
+    """Seconds until all blocks are computed and updated, each update after its computation.
+
+    Args:
+        computing: of each block, in order.
+        updates: of each block.
+        waiting: gradients that there is room for; with more, computing waits.
+    """
+    computed, updated = 0.0, [0.0] * waiting
     for own, update in zip(computing, updates, strict=True):
-        computed += own
-        updated = max(updated, computed) + update if update else updated
-    return max(computed, updated)
+        computed = max(computed, updated[-waiting]) + own if update else computed + own
+        if update:
+            updated.append(max(updated[-1], computed) + update)
+    return max(computed, updated[-1])

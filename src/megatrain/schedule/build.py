@@ -41,6 +41,8 @@ class StepPlan:
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
     """Slots of each kind that the layers share; embed, head and saved layers have their own."""
+    waiting_gradient_slots: int = 2
+    """Without clipping: layers whose gradients can wait on the host for their updates."""
 
     @property
     def head(self) -> int:
@@ -63,20 +65,26 @@ class StepPlan:
         return (0, self.head, *saved)
 
     def gradient_slot(self, block: int) -> int:
-        """The accumulator, staging and (without clipping) home slot of a block's gradient.
-
-        The head's is done before embed's begins, unless they share parameters: then embed's begins
-        with the head's.
-        """
-        if block == 0 or (block == self.head and not self.tied):
-            return self.layer_gradient_slots
-        if block == self.head:
-            return self.layer_gradient_slots + 1
-        return block % self.layer_gradient_slots
+        """The accumulator and staging slot of a block's gradient."""
+        return self._in_ring(block, self.layer_gradient_slots)
 
     def home_gradient_slot(self, block: int) -> int:
-        """With clipping or at home on the device every block has its own, else a small ring."""
-        return block if self.clip or block in self.resident else -1 - self.gradient_slot(block)
+        """With clipping every block has its own, else there is a ring on the host and another one
+        on the device for resident blocks.
+        """
+        if self.clip:
+            return block
+        resident = block in self.resident
+        slots = self.layer_gradient_slots if resident else self.waiting_gradient_slots
+        return 2 * self._in_ring(block, slots) + resident
+
+    def _in_ring(self, block: int, slots: int) -> int:
+        """The head's gradient is done before embed's begins, unless they share parameters: then
+        embed's begins with the head's.
+        """
+        if block == 0 or (block == self.head and not self.tied):
+            return slots
+        return slots + 1 if block == self.head else block % slots
 
 
 class _Builder:
@@ -230,11 +238,17 @@ class _Builder:
             offload.reads[staging] = ("gradient", block)
             offload.writes[home] = ("gradient", block)
         if not plan.clip:
-            # On the host, where a lane waits until the copy has arrived: an update on the device
-            # lane would only queue its wait and read too early.
-            check = self.add(OpKind.CHECK, Lane.HOST, block)
+            # By the host, which waits until the copy has arrived: an update on the device lane
+            # would only queue its wait and read too early.
+            check = self.add(OpKind.CHECK, Lane.CONTROL, block)
             check.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
             check.writes[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
+            if not resident:
+                self.update(block)
+
+    def update_resident(self, block: int) -> None:
+        """Without clipping, a block later than it could be: its verdict is in by then."""
+        if not self.plan.clip and block in self.plan.resident:
             self.update(block)
 
     def bring_loss_home(self) -> None:
@@ -243,7 +257,7 @@ class _Builder:
         op.writes[Slot(space=Space.HOME_LOSS)] = ("loss",)
 
     def decide(self) -> None:
-        op = self.add(OpKind.DECIDE, Lane.HOST)
+        op = self.add(OpKind.DECIDE, Lane.CONTROL)
         op.reads[Slot(space=Space.HOME_LOSS)] = ("loss",)
         op.writes[Slot(space=Space.DECISION)] = ("decision",)
         if self.plan.clip:
@@ -274,15 +288,15 @@ def build_step(plan: StepPlan) -> list[Op]:
     if not plan.clip:
         build.decide()
     build.finish(plan.head)
-    for block in range(plan.num_layers, -1, -1):
-        if block < plan.lowest_trainable:
-            break
+    for block in range(plan.num_layers, plan.lowest_trainable - 1, -1):
         if not (plan.tied and block == 0):
             build.zero(block)
         build.fetch(block)
         for micro in micros:
             build.backward(block, micro)
+        build.update_resident(block + 1)
         build.finish(block)
+    build.update_resident(plan.lowest_trainable)
     if plan.clip:
         build.decide()
     return build.ops

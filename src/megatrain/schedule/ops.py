@@ -15,6 +15,8 @@ class Lane(StrEnum):
     COMPUTE = "compute"
     D2H = "d2h"
     HOST = "host"
+    CONTROL = "control"
+    """Small decisions of the host, which must not wait behind its updates."""
 
 
 class OpKind(StrEnum):

@@ -19,13 +19,15 @@ class SlotSizes:
     host_inputs: dict[tuple[int, int], int]
     """By (block, micro-batch)."""
     home_gradients: dict[int, int]
-    """Where updates run; those of resident blocks are on the device."""
+    """On the host."""
+    resident_gradients: dict[int, int]
+    """On the device: where the updates of resident blocks run."""
 
     @property
     def device(self) -> int:
         """Bytes of the slots on the compute device."""
         pools = (self.weights, self.accumulators, self.staging, self.passing)
-        return sum(map(sum, pools))
+        return sum(map(sum, pools)) + sum(self.resident_gradients.values())
 
 
 def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: str) -> SlotSizes:
@@ -48,10 +50,10 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         return tuple(largest(purpose, each) for each in of_slot)
 
     spill = plan.spill
-    home: dict[int, int] = {}
+    home: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for block in every:
-        slot = plan.home_gradient_slot(block)
-        home[slot] = max(home.get(slot, 0), largest(Purpose.GRADIENT, [block]))
+        slots, slot = home[block in plan.resident], plan.home_gradient_slot(block)
+        slots[slot] = max(slots.get(slot, 0), largest(Purpose.GRADIENT, [block]))
     passing = [block for block in streamed if block not in plan.kept_weights]
     kept = [[block] if block in streamed else [] for block in plan.kept_weights]
     return SlotSizes(
@@ -69,5 +71,6 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
             for block in sorted(spill.blocks)
             for micro in range(spill.num_micro)
         },
-        home_gradients=home,
+        home_gradients=home[False],
+        resident_gradients=home[True],
     )
