@@ -189,3 +189,47 @@ def test_lanes_slots_and_placement_change_no_bit(
     fewer = replace(base, layer_weight_slots=1, layer_gradient_slots=1)
     assert same_bits(final_state(name, fewer, dtype), expected)
     assert same_bits(final_state(name, base, dtype, resident=frozenset({0, 2, 4})), expected)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.05], ids=["off", "active"])
+def test_waiting_gradients_and_late_resident_updates_change_no_bit(max_grad_norm: float) -> None:
+    config = make_config("llama")
+    masters = masters_of(reference_model(config))
+    states = []
+    for slots, resident in ((1, ()), (6, ()), (2, (0, 1, 2)), (6, (1, 3))):
+        options = replace(OPTIONS, max_grad_norm=max_grad_norm, waiting_gradient_slots=slots)
+        engine = make_engine(
+            config, masters, options=options, device="cuda", resident=frozenset(resident)
+        )
+        run_engine(engine, STEPS, learning_rate=LEARNING_RATE)
+        states.append(engine_state(engine, Purpose.WEIGHT))
+        engine.close()
+    assert all(same_bits(states[0], state) for state in states[1:])
+
+
+def test_refused_page_locking_is_told_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config("llama")
+    masters = masters_of(reference_model(config))
+
+    def run() -> tuple[dict[str, Tensor], list[str]]:
+        engine = make_engine(config, masters, options=OPTIONS, device="cuda")
+        run_engine(engine, STEPS, learning_rate=LEARNING_RATE)
+        notices = engine.take_notices() + engine.take_notices()
+        state = engine_state(engine, Purpose.WEIGHT)
+        engine.close()
+        return state, [notice for notice in notices if "page-lock" in notice]
+
+    locked, said = run()
+    assert not said
+    runtime = torch.cuda.cudart()
+
+    class Refusing:
+        """The driver's own answer to an address that is none."""
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:  # noqa: N802
+            return runtime.cudaHostRegister(0, size, flags)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    pageable, said = run()
+    assert len(said) == 2 and all("memlock" in notice for notice in said)  # state and buffers
+    assert same_bits(locked, pageable)

@@ -153,8 +153,8 @@ def final_state(name: str, options: EngineOptions, dtype: str, **extra: Any) -> 
 def test_slots_threads_and_placement_change_no_bit(dtype: str, max_grad_norm: float) -> None:
     base = replace(OPTIONS, max_grad_norm=max_grad_norm, micro_batch_rows=3)
     expected = final_state("llama_tied", base, dtype)
-    more = replace(base, layer_weight_slots=4, layer_gradient_slots=3)
-    fewer = replace(base, layer_weight_slots=1, layer_gradient_slots=1)
+    more = replace(base, layer_weight_slots=4, layer_gradient_slots=3, waiting_gradient_slots=5)
+    fewer = replace(base, layer_weight_slots=1, layer_gradient_slots=1, waiting_gradient_slots=1)
     assert same_bits(final_state("llama_tied", more, dtype), expected)
     assert same_bits(final_state("llama_tied", fewer, dtype), expected)
     assert same_bits(final_state("llama_tied", replace(more, threads=True), dtype), expected)

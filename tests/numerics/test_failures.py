@@ -20,7 +20,7 @@ from megatrain.engine import Engine, EngineOptions
 from megatrain.engine.engine import EngineUnusableError
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
-from megatrain.memory.slab import huge_page_notice
+from megatrain.memory.slab import HostSlab, huge_page_notice
 from megatrain.models import build_on_meta, split_model
 from megatrain.optim.host import threading_notice
 
@@ -197,3 +197,17 @@ def test_what_slows_this_machine_down_is_said_once(
     monkeypatch.setattr("numba.threading_layer", lambda: "workqueue")
     assert engine.take_notices() == [threading_notice()]
     assert engine.take_notices() == []
+
+
+def test_refused_page_locking_is_a_notice_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", Refusing)
+    monkeypatch.setattr("megatrain.memory.slab._forget_error", lambda: None)
+    slab = HostSlab(2**20, pin=True)
+    assert slab.notice is not None and "ulimit -l" in slab.notice
+    assert slab.take(16).sum() == 0
+    slab.close()
+    assert HostSlab(2**20, pin=False).notice is None

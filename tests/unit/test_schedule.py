@@ -48,6 +48,7 @@ def plans(draw: st.DrawFn) -> StepPlan:
         resident=frozenset(draw(st.sets(st.integers(0, blocks - 1)))),
         layer_weight_slots=draw(st.integers(1, 3)),
         layer_gradient_slots=draw(st.integers(1, 3)),
+        waiting_gradient_slots=draw(st.integers(1, 4)),
     )
 
 

@@ -268,7 +268,9 @@ class Engine:
 
     def take_notices(self) -> list[str]:
         """What a user should hear of compilation and of this machine, each once."""
-        of_machine = {text for text in (threading_notice(), huge_page_notice()) if text}
+        notices = (threading_notice(), huge_page_notice())
+        slabs = (self.store.slab.notice, self.buffers.slab.notice)
+        of_machine = {text for text in (*notices, *slabs) if text}
         new = sorted(of_machine - self._said)
         self._said |= of_machine
         return new + ([] if self.compiler is None else self.compiler.take_notices())

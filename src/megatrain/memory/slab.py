@@ -6,15 +6,13 @@ powers of two, no second copy, one registration.  Price: the registration touche
 
 import mmap
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatrain.errors import UserError
-
 ALIGN_BYTES = 4096
-
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -44,6 +42,8 @@ class HostSlab:
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._used = 0
         self._unpin: weakref.finalize[[Tensor], HostSlab] | None = None
+        self.notice: str | None = None
+        """What a user should hear of page-locking; None if there is nothing to say."""
         if pin:
             self._register()
 
@@ -51,11 +51,14 @@ class HostSlab:
         self._bytes.zero_()  # torch's threads touch the pages faster than the driver would
         status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
         if int(status) != 0:
-            raise UserError(
-                asked=f"page-lock {self.nbytes / 2**30:.1f} GiB of host memory",
-                found=f"the driver refused it (cudaHostRegister returned {int(status)})",
-                change="raise the memlock limit (ulimit -l unlimited) or use a smaller model",
+            _forget_error()
+            self.notice = (
+                f"the driver refused to page-lock {self.nbytes / 2**30:.1f} GiB of host memory"
+                f" (cudaHostRegister returned {int(status)}): every copy to and from the GPU will"
+                " be many times slower. Raise the memlock limit (ulimit -l unlimited; of a"
+                " container: --ulimit memlock=-1), give WSL more memory, or use a smaller model"
             )
+            return
         # Also when nobody calls close(): a mapping that goes away while it is registered makes
         # the next registration of its addresses fail.
         self._unpin = weakref.finalize(self, _unregister, self._bytes)
@@ -76,6 +79,12 @@ class HostSlab:
         """Undo the registration; the memory goes when the last tensor over it goes."""
         if self._unpin is not None:
             self._unpin()
+
+
+def _forget_error() -> None:
+    """A refusal stays behind as CUDA's last error, which the next kernel would be blamed for."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unregister(pinned: Tensor) -> None:
