@@ -23,17 +23,15 @@ from megatrain.engine.device import release_cached_memory
 from megatrain.engine.loss import Loss
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch
 from megatrain.engine.options import EngineOptions, step_plan
+from megatrain.engine.rates import measure_rates
 from megatrain.engine.state import StepState
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import BlockModel
-from megatrain.optim import AdamWHyper, SegmentBuffers, Updater, host_updater
-from megatrain.schedule import Footprint, Lane, Op, OpKind
+from megatrain.schedule import Footprint, Lane, Op, OpKind, Rates
 
 INITIAL_STD = 0.02
-UPDATE_SAMPLE = 2**25
-"""Parameters whose update is timed: far more than any cache holds."""
 
 
 class _SharedViews:
@@ -134,15 +132,15 @@ def measure_footprint(
     )
     batch = make_micro_batch([row] * rows, 0, device)
     with attention_choice(device):
-        _one_pass(compute, batch)
-        found = _one_pass(compute, batch)
+        rates = measure_rates(device, host_threads=options.host_threads)
+        _one_pass(compute, batch, rates)
+        found = _one_pass(compute, batch, rates)
     del compute
     release_cached_memory(device)
-    rate = _update_rate(host_updater(options.host_threads))
-    return replace(found, update_params_per_s=rate)
+    return found
 
 
-def _one_pass(compute: BlockCompute, batch: MicroBatch) -> Footprint:
+def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footprint:
     model, meter = compute.model, _Meter(compute.device)
     state = StepState(
         step=0,
@@ -156,7 +154,7 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch) -> Footprint:
         return Op(kind=kind, lane=Lane.COMPUTE, block=block)
 
     layers = range(1, model.num_layers + 1)
-    meter(compute.forward, state, op(OpKind.FORWARD, 0))
+    embed_s = meter(compute.forward, state, op(OpKind.FORWARD, 0))
     forward_s, saved_bytes = [], []
     for block in layers:
         saving = replace(compute, saved=frozenset({block}))
@@ -177,42 +175,22 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch) -> Footprint:
         if block < compute.lowest_trainable:
             break
         backward_s.append(meter(saving.backward, state, op(OpKind.BACKWARD, block)))
+    embed_backward_s = 0.0
     if compute.lowest_trainable == 0:
-        meter(compute.backward, state, op(OpKind.BACKWARD, 0))
+        embed_backward_s = meter(compute.backward, state, op(OpKind.BACKWARD, 0))
     return Footprint(
         input_bytes=kept.nbytes,
         saved_bytes=tuple(saved_bytes),
         workspace_bytes=meter.peak_bytes,
+        embed_s=embed_s,
         forward_s=_mean(forward_s),
         backward_s=_mean(backward_s[1:]),
         saved_backward_s=_mean(backward_s[:1]),
+        embed_backward_s=embed_backward_s,
         loss_s=loss_s,
-        update_params_per_s=0.0,
+        rates=rates,
     )
 
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else 0.0
-
-
-def _update_rate(updater: Updater) -> float:
-    buffers = SegmentBuffers(
-        weight=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
-        residual=torch.zeros(UPDATE_SAMPLE, dtype=torch.int16),
-        exp_avg=torch.zeros(UPDATE_SAMPLE),
-        exp_avg_sq=torch.zeros(UPDATE_SAMPLE),
-        gradient=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
-    )
-    hyper = AdamWHyper(
-        learning_rate=0.0,
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        weight_decay=0.0,
-        step=1,
-        gradient_scale=1.0,
-    )
-    updater(buffers, hyper)
-    began = time.perf_counter()
-    updater(buffers, hyper)
-    return UPDATE_SAMPLE / (time.perf_counter() - began)

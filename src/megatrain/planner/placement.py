@@ -1,10 +1,10 @@
 """What spare GPU memory is spent on: state of blocks, and activations instead of recompute.
 
-A rule, not a search over everything: embed and head first, then the first layers (with clipping
-their updates delay the next forward), then saved activations of the first
-layers.  How many of each
-is what a rough estimate of the step's time says, within the budget.  Where memory is short, inputs
-of layers wait on the host, so that their place holds state.
+Tried are: state of the first blocks (with clipping their updates delay the next forward, without
+they have no backward left to hide behind), every number of them, with or without the head's; beside
+it saved activations of as many of the first layers as fit; inputs of layers on the device or, so that
+their place holds state, on the host.  The best by a rough estimate are simulated; the fastest is
+taken.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,15 @@ from typing import NoReturn
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout
 from megatrain.memory.store import STATE
+from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
-from megatrain.schedule import Footprint, Spill, StepPlan, slot_sizes
+from megatrain.schedule import Footprint, Spill, StepPlan, build_step, simulate, slot_sizes
 from megatrain.units import format_bytes
 
 NONE: frozenset[int] = frozenset()
 SPILL_PRICE = 1.02
+SIMULATED = 24
+"""Placements, the best by the rough estimate, whose steps are simulated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class Placement:
     device_bytes: int
     """Slots, resident state and activations at their peak."""
     seconds: float
-    """Estimated, of a step of the largest shape."""
+    """Of a step of the largest shape, simulated."""
 
     def in_words(self) -> str:
         """One line for a person."""
@@ -69,11 +72,10 @@ class PlacementRule:
         Raises:
             UserError: if not even one layer at a time fits the budget.
         """
-        edges = frozenset({0, self.plan.head})
-        counts = range(self.plan.num_layers + 1)
-        residents = [NONE, *(edges | frozenset(range(1, count + 1)) for count in counts)]
+        prefixes = [frozenset(range(count)) for count in range(self.plan.head + 1)]
+        residents = [*prefixes, *(prefix | {self.plan.head} for prefix in prefixes[1:])]
         starts = [
-            self._placement(resident, NONE, spills=spills)
+            self.placement(resident, NONE, spills=spills)
             for spills in (False, True)
             for resident in residents
         ]
@@ -82,7 +84,28 @@ class PlacementRule:
             self._refuse(min(starts, key=lambda placement: placement.device_bytes))
         fit = [placement for placement in tried if self._host_bytes(placement) <= self.host_budget]
         # What does not fit is refused later, with what it needs: the least for the host.
-        return min(fit or [min(tried, key=self._host_bytes)], key=lambda p: p.seconds)
+        candidates = sorted(fit or [min(tried, key=self._host_bytes)], key=_priced_seconds)
+        return min(map(self.simulated, candidates[:SIMULATED]), key=_priced_seconds)
+
+    def simulated(self, placement: Placement) -> Placement:
+        """The same, with the time that a step's own list of operations takes."""
+        plan = replace(self._laid_out(placement), pending=self.plan.clip)
+        durations = Durations(
+            layouts=self.layouts,
+            plan=plan,
+            gradient_dtype=self.gradient_dtype,
+            footprint=self.footprint,
+        )
+        spans = simulate(build_step(plan), durations)
+        return replace(placement, seconds=max(span.end_s for span in spans))
+
+    def _laid_out(self, placement: Placement) -> StepPlan:
+        return replace(
+            self.plan,
+            resident=placement.resident,
+            saved=placement.saved,
+            spill=placement.spill,
+        )
 
     def _refuse(self, placement: Placement) -> NoReturn:
         raise UserError(
@@ -102,10 +125,10 @@ class PlacementRule:
             UserError: if it does not fit the budget.
         """
         blocks = range(self.plan.head + 1) if on_device else ()
-        placement = self._placement(frozenset(blocks), NONE)
+        placement = self.placement(frozenset(blocks), NONE)
         if placement.device_bytes > self.budget:
             self._refuse(placement)
-        return placement
+        return self.simulated(placement)
 
     def _with_saved(self, best: Placement) -> Placement:
         """As many of the first layers saved as fit.
@@ -116,13 +139,13 @@ class PlacementRule:
         saved, spills = NONE, best.spill is not None
         for layer in range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1):
             saved |= {layer}
-            placement = self._placement(best.resident, saved, spills=spills)
+            placement = self.placement(best.resident, saved, spills=spills)
             if placement.device_bytes > self.budget:
                 break
             best = placement
         return best
 
-    def _placement(
+    def placement(
         self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
     ) -> Placement:
         spill = self._spill(saved) if spills else None
@@ -159,23 +182,14 @@ class PlacementRule:
         )
 
     def _host_bytes(self, placement: Placement) -> int:
-        plan = replace(
-            self.plan,
-            resident=placement.resident,
-            saved=placement.saved,
-            spill=placement.spill,
-        )
+        plan = self._laid_out(placement)
         return memory_need(self.layouts, plan, gradient_dtype=self.gradient_dtype).host_total
 
     def _slots(self, plan: StepPlan) -> int:
         return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
     def _seconds(self, plan: StepPlan) -> float:
-        """A step's time: computation, and what of the host's updates it cannot hide.
-
-        Inputs that cross the bus take nothing if updates or computation hide them; they are given
-        a small price all the same, so that they stay where there is nothing to win.
-        """
+        """A step's time: computation, and what of the host's updates it cannot hide."""
         cost = self.footprint
         forward, backward = [0.0] * (plan.head + 1), [0.0] * (plan.head + 1)
         for layer in range(1, plan.num_layers + 1):
@@ -186,7 +200,7 @@ class PlacementRule:
                 )
         updates = [
             sum(segment.numel for segment in layout.segments if segment.trainable)
-            / cost.update_params_per_s
+            / cost.rates.update_params_per_s
             for layout in self.layouts[: plan.head + 1]
         ]
         for block in plan.resident:
@@ -198,7 +212,14 @@ class PlacementRule:
             waiting = plan.waiting_gradient_slots + plan.layer_gradient_slots
             ahead = _ahead(backward[::-1], updates[::-1], waiting=waiting)
             seconds = sum(forward) + loss + ahead
-        return seconds if plan.spill is None else SPILL_PRICE * seconds
+        return seconds
+
+
+def _priced_seconds(placement: Placement) -> float:
+    """Inputs that cross the bus seem free where updates or computation hide them; they have a small
+    price all the same, so that they stay where there is nothing to win.
+    """
+    return placement.seconds * (1 if placement.spill is None else SPILL_PRICE)
 
 
 def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:

@@ -18,8 +18,9 @@ from megatrain.schedule.build import (
     build_step,
     initial_contents,
 )
-from megatrain.schedule.costs import Footprint
+from megatrain.schedule.costs import Footprint, Rates
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
+from megatrain.schedule.simulate import simulate
 from megatrain.schedule.sizes import SlotSizes, slot_sizes
 from megatrain.schedule.spans import Span, occupancy
 from megatrain.schedule.verify import derive_waits, verify_contents, verify_waits, with_poison
@@ -30,6 +31,7 @@ __all__ = [
     "Lane",
     "Op",
     "OpKind",
+    "Rates",
     "ScheduleError",
     "Slot",
     "SlotSizes",
@@ -43,6 +45,7 @@ __all__ = [
     "derive_waits",
     "initial_contents",
     "occupancy",
+    "simulate",
     "slot_sizes",
     "verify_contents",
     "verify_waits",

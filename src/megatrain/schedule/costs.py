@@ -1,11 +1,24 @@
-"""What a step costs on a machine, as measured there."""
+"""What a step costs on a machine, as measured there or estimated for it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Of a machine."""
+
+    update_params_per_s: float
+    """The host's AdamW."""
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    """Page-locked copies, both ways at once."""
+    device_bytes_per_s: float
+    """The device's memory, read and written."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Costs of one micro-batch of the largest shape, and the rate of the host's update."""
+    """Costs of one micro-batch of the largest shape, and the machine's rates."""
 
     input_bytes: int
     """A block's input, which waits for backward."""
@@ -13,11 +26,12 @@ class Footprint:
     """Per layer: what stays if it is saved instead of recomputed, its input included."""
     workspace_bytes: int
     """The most that any operation needs for its duration."""
+    embed_s: float
     forward_s: float
     """One layer, the mean of all."""
     backward_s: float
     """With recompute."""
     saved_backward_s: float
+    embed_backward_s: float
     loss_s: float
-    update_params_per_s: float
-    """The host's."""
+    rates: Rates

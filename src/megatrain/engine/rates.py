@@ -1,0 +1,102 @@
+"""What this machine's buses and memories move in a second, measured in a second or two."""
+
+import time
+
+import torch
+
+from megatrain.memory import HostSlab
+from megatrain.optim import AdamWHyper, SegmentBuffers, Updater, host_updater
+from megatrain.schedule import Rates
+
+UPDATE_SAMPLE = 2**25
+"""Parameters whose update is timed: far more than any cache holds."""
+BESIDE_OTHERS = 0.85
+"""Share of the update's rate that is left beside copies and launches (H200 machine: 3.3 to 3.9 of
+4.2 to 4.4 Gparam/s)."""
+COPY_BYTES = 2**26
+COPIES = 32
+
+
+def measure_rates(device: torch.device, *, host_threads: int | None) -> Rates:
+    """Of the host's AdamW, of page-locked copies both ways at once, of the device's memory.
+
+    Args:
+        device: a GPU; on the CPU every copy is one in its memory.
+        host_threads: of the update; None as in a run.
+    """
+    updates = BESIDE_OTHERS * _update_rate(host_updater(host_threads))
+    if device.type == "cuda":
+        (h2d, d2h), memory = _copy_rates(device), _device_rate(device)
+    else:
+        h2d = d2h = memory = _host_rate()
+    return Rates(
+        update_params_per_s=updates,
+        h2d_bytes_per_s=h2d,
+        d2h_bytes_per_s=d2h,
+        device_bytes_per_s=memory,
+    )
+
+
+def _host_rate() -> float:
+    source, target = (torch.zeros(COPY_BYTES, dtype=torch.uint8) for _ in "ab")
+    target.copy_(source)
+    began = time.perf_counter()
+    target.copy_(source)
+    return 2 * COPY_BYTES / (time.perf_counter() - began)
+
+
+def _copy_rates(device: torch.device) -> tuple[float, float]:
+    slab = HostSlab(2 * COPY_BYTES, pin=True)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
+    host = [slab.take(COPY_BYTES) for _ in streams]
+    there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in streams]
+    pairs = [(there[0], host[0]), (host[1], there[1])]  # (target, source)
+    torch.cuda.synchronize(device)
+    for mark in (0, 1):
+        for stream, (target, source), marked in zip(streams, pairs, marks, strict=True):
+            with torch.cuda.stream(stream):
+                marked[mark].record()
+                for _ in range(COPIES if mark == 0 else 0):
+                    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize(device)
+    slab.close()
+    seconds = [start.elapsed_time(end) / 1e3 for start, end in marks]
+    return COPIES * COPY_BYTES / seconds[0], COPIES * COPY_BYTES / seconds[1]
+
+
+def _device_rate(device: torch.device) -> float:
+    """Bytes read and written."""
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
+    target.copy_(source)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+    start.record()
+    for _ in range(COPIES):
+        target.copy_(source)
+    end.record()
+    end.synchronize()
+    return 2 * COPIES * COPY_BYTES / (start.elapsed_time(end) / 1e3)
+
+
+def _update_rate(updater: Updater) -> float:
+    """Parameters a second."""
+    buffers = SegmentBuffers(
+        weight=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
+        residual=torch.zeros(UPDATE_SAMPLE, dtype=torch.int16),
+        exp_avg=torch.zeros(UPDATE_SAMPLE),
+        exp_avg_sq=torch.zeros(UPDATE_SAMPLE),
+        gradient=torch.zeros(UPDATE_SAMPLE, dtype=torch.bfloat16),
+    )
+    hyper = AdamWHyper(
+        learning_rate=0.0,
+        beta1=0.9,
+        beta2=0.999,
+        eps=1e-8,
+        weight_decay=0.0,
+        step=1,
+        gradient_scale=1.0,
+    )
+    updater(buffers, hyper)
+    began = time.perf_counter()
+    updater(buffers, hyper)
+    return UPDATE_SAMPLE / (time.perf_counter() - began)
