@@ -2,8 +2,8 @@
 
 Tried are: state of the first blocks (with clipping their updates delay the next forward, without
 they have no backward left to hide behind), every number of them, with or without the head's; beside
-it saved activations of as many of the first layers as fit; inputs of layers on the device or, so that
-their place holds state, on the host.  The best by a rough estimate are simulated; the fastest is
+it saved activations of as many of the first layers as fit; inputs of layers on the device or, so
+that their place holds state, on the host.  The best by a rough estimate are simulated; the fastest is
 taken.
 """
 
