@@ -2,6 +2,7 @@
 
 from megatrain.data.dataset import load_rows
 from megatrain.data.formats import DataOptions
+from megatrain.data.packing import PackedSampler
 from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
 from megatrain.data.tokenizer import (
@@ -15,6 +16,7 @@ __all__ = [
     "ChosenRows",
     "DataOptions",
     "DatasetStats",
+    "PackedSampler",
     "Row",
     "StepSampler",
     "TokenizedRows",
