@@ -140,7 +140,7 @@ class PlacementRule:
             if plan.lowest_trainable <= layer not in plan.spilled
         )
         moving = 2 * cost.input_bytes  # the last output and its gradient
-        activations = plan.num_micro * (kept + moving) + cost.workspace_bytes
+        activations = plan.num_micro * (kept + moving + cost.calls_bytes) + cost.workspace_bytes
         return Placement(
             resident=resident,
             saved=saved,
