@@ -12,12 +12,16 @@ from megatrain.data.tokenizer import (
     special_token_ids,
 )
 
+Sampler = StepSampler | PackedSampler
+"""Which rows a step takes."""
+
 __all__ = [
     "ChosenRows",
     "DataOptions",
     "DatasetStats",
     "PackedSampler",
     "Row",
+    "Sampler",
     "StepSampler",
     "TokenizedRows",
     "extend_tokenizer",

@@ -17,29 +17,11 @@ import numpy.typing as npt
 
 from megatrain.data.rows import Row
 from megatrain.data.sampler import check_steps, epoch_order
-from megatrain.errors import UserError
 
 WINDOW = 4096
 """Samples that are packed among themselves.  A part of the run's identity: another number makes
 other rows.  Larger, less is lost at the end of each (half a row); smaller, samples stay nearer to
 their place in the order."""
-MAX_LENGTH = 8192
-"""Tokens of a packed row.  The mask that keeps samples apart has one byte for each pair of tokens:
-64 MiB a row at this length, for each kind of attention that a model has."""
-
-
-def check_packed_length(max_length: int) -> None:
-    """Refuse rows whose masks would not fit.
-
-    Raises:
-        UserError: with the price.
-    """
-    if max_length > MAX_LENGTH:
-        raise UserError(
-            asked=f"packing: true with max_length: {max_length}",
-            found=f"a mask of {max_length**2 / 2**20:,.0f} MiB a row, which keeps samples apart",
-            change=f"set max_length to {MAX_LENGTH} or less, or packing: false",
-        )
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -117,6 +99,11 @@ class PackedSampler:
         self._ends: list[int] = []
         """Steps up to the end of each epoch that was looked at."""
         self._rows_of = lru_cache(maxsize=2)(self._pack)
+
+    @property
+    def longest(self) -> int:
+        """No row has more tokens."""
+        return min(self.capacity, int(self._lengths.sum()))
 
     def _pack(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The numbers of all samples, row after row, and where each row ends.

@@ -67,6 +67,10 @@ class StepSampler:
         """Epochs that so many steps are."""
         return steps / self.steps_per_epoch
 
+    def in_words(self) -> str:
+        """Nothing to be said."""
+        return ""
+
 
 def split_rows(rows: Sized, held_out: float, *, seed: int) -> tuple[list[int], list[int]]:
     """(training, held-out) row numbers, ascending; a pure function of the count and the seed.
