@@ -21,6 +21,7 @@ from megatrain.layout import Purpose
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.packing import Packing
 from megatrain.models.packing_proof import prove_packing
+from megatrain.models.shrink import small_configs
 
 from .harness import (
     ADAMW,
@@ -235,6 +236,12 @@ def test_what_looks_across_a_border_is_refused_by_name(model_type: str) -> None:
 def test_models_are_told_of_samples_in_the_way_that_they_need(name: str) -> None:
     by_masks = name in {"gpt_oss", "opt"}
     assert prove_packing(config_of(name)) is (Packing.MASKS if by_masks else Packing.POSITIONS)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_that_is_proved_is_the_one_that_runs(attention: str) -> None:
+    config = config_of("llama", attention)
+    assert {small._attn_implementation for small in small_configs(config)} == {attention}
 
 
 def test_a_model_that_hides_a_leak_from_its_logits_is_refused(

@@ -81,7 +81,9 @@ def shrink(config: Any, sizes: dict[str, int]) -> Any:
             _limit(part, raw[name], {"num_hidden_layers": TOWER_LAYERS})
     name = next((n for n in config.sub_configs if getattr(config, n, None) is text), None)
     _shrink_text(text, raw if name is None else raw[name], sizes)
-    return type(config).from_dict(raw)
+    small = type(config).from_dict(raw)
+    small._attn_implementation = config._attn_implementation  # which is no part of the values
+    return small
 
 
 def _limit(config: Any, raw: dict[str, Any], limits: dict[str, int]) -> None:

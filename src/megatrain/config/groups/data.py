@@ -6,7 +6,6 @@ from pydantic import Field, field_validator, model_validator
 
 from megatrain.config.groups.keys import Keys, check_count_or_share
 
-
 LONGEST_PACKED_ROW = 8192
 """Tokens.  The mask that keeps samples apart has a byte for each pair of them: 64 MiB a row at this
 length, for each kind of attention that a model has."""
