@@ -34,8 +34,9 @@ def log_of(folder: str) -> list[dict[str, Any]]:
         {"dtype": "bfloat16", "max_grad_norm": 0.0, "gradient_dtype": "float32"},
         {"frozen": ["model.layers.0.*", "embed"]},
         {"eval_split": 4, "eval_steps": 2},
+        {"packing": True, "max_length": 24, "eval_split": 4, "gradient_accumulation_steps": 1},
     ],
-    ids=["fp32", "no_clip", "clip", "bf16", "bf16_no_clip", "frozen", "eval"],
+    ids=["fp32", "no_clip", "clip", "bf16", "bf16_no_clip", "frozen", "eval", "packed"],
 )
 def test_a_resumed_run_equals_one_that_was_never_stopped(
     changes: dict[str, Any], workspace: Path

@@ -23,6 +23,7 @@ PLAN = StepPlan(num_layers=LAYERS, num_micro=2, trainable=(True,) * (LAYERS + 2)
 COSTS = Footprint(
     input_bytes=2**18,
     saved_bytes=(2**22,) * LAYERS,
+    calls_bytes=0,
     workspace_bytes=2**20,
     forward_s=1.0,
     backward_s=3.0,

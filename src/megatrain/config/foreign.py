@@ -14,6 +14,8 @@ SYNONYMS = {
     "cutoff_len": "max_length",
     "sequence_len": "max_length",
     "max_seq_length": "max_length",
+    "sample_packing": "packing",
+    "neat_packing": "packing",
     "micro_batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
     "num_epochs": "num_train_epochs",
@@ -135,7 +137,14 @@ _met("train_sampling_strategy", "shuffle: false is the sequential order", "rando
 _met("length_column_name", "rows are not grouped by length")
 _met("truncation_mode", "the end of a long row is cut off", "keep_start")
 _met("pad_token", "padding is on the right, is not counted and carries no loss")
-_met("packing_strategy", "rows are not packed")
+_met("packing_strategy", "whole samples are packed best-fit, kept apart from each other", "bfd")
+_met(
+    "eval_packing eval_sample_packing",
+    "held-out rows are not packed, which changes no loss",
+    True,
+    False,
+    None,
+)
 _met("loss_type", "the loss is cross-entropy in chunks of tokens", "nll", "chunked_nll", None)
 _met("dataset_text_field", "text is read from the column of that name", "text")
 _met("stage", "dataset_format says what the rows are", "sft", "pt")
@@ -190,8 +199,10 @@ _refused("label_names", "labels come from the columns of the format", [])
 _refused("debug", "there is no such debug mode", "", [])
 _refused("skip_memory_metrics", "memory is printed before training, not traced", True)
 _refused("do_predict", "use megatrain eval afterwards")
-_refused("packing sample_packing eval_packing eval_sample_packing", "packing is not there yet")
-_refused("padding_free pad_to_multiple_of", "rows are padded to the longest of their micro-batch")
+_refused(
+    "padding_free pad_to_multiple_of",
+    "rows are padded to the longest of their micro-batch; packing: true leaves little to pad",
+)
 _refused("model_init_kwargs", "use the flat keys of this config, or config_overrides", {})
 _refused("dataset_kwargs", "use the flat keys of this config", {})
 _refused("overrides_of_model_kwargs", "use config_overrides", {})

@@ -2,6 +2,7 @@
 
 from megatrain.data.dataset import load_rows
 from megatrain.data.formats import DataOptions
+from megatrain.data.packing import PackedSampler
 from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
 from megatrain.data.tokenizer import (
@@ -11,11 +12,16 @@ from megatrain.data.tokenizer import (
     special_token_ids,
 )
 
+Sampler = StepSampler | PackedSampler
+"""Which rows a step takes."""
+
 __all__ = [
     "ChosenRows",
     "DataOptions",
     "DatasetStats",
+    "PackedSampler",
     "Row",
+    "Sampler",
     "StepSampler",
     "TokenizedRows",
     "extend_tokenizer",

@@ -1,7 +1,7 @@
 """Files to tokenised rows, with counts of what was cut and what was left out.
 
 Promise: no record is lost uncounted.  Price: one pass in this process; 8 bytes a token stay.
-A cache of tokens, and packing, would stand between `RowCollector` and `TokenizedRows`.
+A cache of tokens would stand between `RowCollector` and `TokenizedRows`.
 """
 
 from collections.abc import Sequence

@@ -16,13 +16,16 @@ import xxhash
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """T tokens and how much each counts as a target."""
+    """T tokens and how much each counts as a target: one sample, or several one after the other."""
 
     input_ids: npt.NDArray[np.int64]
     """(T,)"""
     weights: npt.NDArray[np.float32]
     """(T,) loss weight of token t *as a target*; 0 is not supervised.  The first token is never
     a target, whatever its weight."""
+    positions: npt.NDArray[np.int64] | None = None
+    """(T,) position of each token in its sample; None for a row that is one sample.  A token with
+    position 0 begins a sample: nothing before it is seen from it, and its weight is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,11 @@ class TokenizedRows(Sequence[Row]):
         assert len(input_ids) == len(weights) == offsets[-1]
         self._ids, self._weights, self._offsets = input_ids, weights, offsets
         self.stats = stats
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """(rows,) tokens of each."""
+        return np.diff(self._offsets)
 
     @property
     def digest(self) -> str:

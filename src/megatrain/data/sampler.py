@@ -3,12 +3,14 @@
 Price: an epoch's order is 8 bytes a row; the orders of two epochs are kept.
 """
 
-from collections.abc import Sized
+import math
+from collections.abc import Sequence, Sized
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.rows import Row
 from megatrain.errors import UserError
 
 HELD_OUT_KEY = 2**32
@@ -38,17 +40,13 @@ class StepSampler:
         shuffle: bool,
         drop_last: bool = False,
     ) -> None:
-        if rows_per_step < 1 or num_rows < (rows_per_step if drop_last else 1):
-            raise UserError(
-                asked=f"steps of {rows_per_step} rows",
-                found=f"{num_rows} rows",
-                change="give enough rows for one step and a batch size of at least one",
-            )
-        _check_seed(seed)
+        check_steps(num_rows, rows_per_step, seed=seed, least=rows_per_step if drop_last else 1)
         self.num_rows, self.rows_per_step = num_rows, rows_per_step
         full, rest = divmod(num_rows, rows_per_step)
         self.steps_per_epoch = full if drop_last or not rest else full + 1
-        self._order = lru_cache(maxsize=2)(lambda epoch: _order(num_rows, seed, epoch, shuffle))
+        self._order = lru_cache(maxsize=2)(
+            lambda epoch: epoch_order(num_rows, seed, epoch, shuffle)
+        )
 
     def row_indices(self, step: int) -> list[int]:
         """Row numbers of optimizer step `step`, counted from 0 over all epochs."""
@@ -56,6 +54,22 @@ class StepSampler:
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.rows_per_step
         return [int(i) for i in self._order(epoch)[start : start + self.rows_per_step]]
+
+    def take(self, rows: Sequence[Row], step: int) -> list[Row]:
+        """The rows of a step, out of all rows."""
+        return [rows[i] for i in self.row_indices(step)]
+
+    def steps_in(self, epochs: float) -> int:
+        """Steps that so many epochs take."""
+        return math.ceil(epochs * self.steps_per_epoch)
+
+    def epochs_after(self, steps: int) -> float:
+        """Epochs that so many steps are."""
+        return steps / self.steps_per_epoch
+
+    def in_words(self) -> str:
+        """Nothing to be said."""
+        return ""
 
 
 def split_rows(rows: Sized, held_out: float, *, seed: int) -> tuple[list[int], list[int]]:
@@ -84,8 +98,23 @@ def split_rows(rows: Sized, held_out: float, *, seed: int) -> tuple[list[int], l
             found="nothing left for one of the two parts",
             change="choose a smaller or larger share",
         )
-    order = _order(len(rows), seed, HELD_OUT_KEY, True)
+    order = epoch_order(len(rows), seed, HELD_OUT_KEY, True)
     return sorted(map(int, order[count:])), sorted(map(int, order[:count]))
+
+
+def check_steps(num_rows: int, rows_per_step: int, *, seed: int, least: int = 1) -> None:
+    """Refuse steps that cannot be taken.
+
+    Raises:
+        UserError: for fewer rows than `least`, steps without rows, or a negative seed.
+    """
+    if rows_per_step < 1 or num_rows < least:
+        raise UserError(
+            asked=f"steps of {rows_per_step} rows",
+            found=f"{num_rows} rows",
+            change="give enough rows for one step and a batch size of at least one",
+        )
+    _check_seed(seed)
 
 
 def _check_seed(seed: int) -> None:
@@ -97,7 +126,8 @@ def _check_seed(seed: int) -> None:
         )
 
 
-def _order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> npt.NDArray[np.int64]:
+    """The numbers of all rows, in the order of an epoch."""
     if not shuffle:
         return np.arange(num_rows)
     key = np.random.SeedSequence([seed, epoch])

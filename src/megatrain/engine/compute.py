@@ -133,8 +133,10 @@ class BlockCompute:
 
     @torch.no_grad()
     def _embed(self, state: StepState, op: Op) -> tuple[Tensor, dict[str, Tensor]]:
-        weights, ids_BT = self.views.weights(op, 0), state.micro_batches[op.micro].ids_BT
-        y_BTD, state.calls[op.micro], written = self.model.prologue(weights, ids_BT)
+        weights, batch = self.views.weights(op, 0), state.micro_batches[op.micro]
+        y_BTD, state.calls[op.micro], written = self.model.prologue(
+            weights, batch.ids_BT, batch.positions_BT
+        )
         return y_BTD, written
 
     def _layer_forward(self, state: StepState, op: Op) -> tuple[Tensor, dict[str, Tensor]]:
@@ -186,7 +188,7 @@ class BlockCompute:
                     self.model.embedding,
                     self.views.weights(op, 0),
                     state.micro_batches[micro].ids_BT,
-                    None,
+                    state.micro_batches[micro].positions_BT,
                     carried={},
                     differentiable=(),
                     outgoing=outgoing,

@@ -297,6 +297,7 @@ class Engine:
                 change="give at least one row, each with at least one token",
             )
         self._check_ids(rows)
+        self._check_packed(rows)
         # Rows of a step with dropout run one by one: randomness is keyed by row.
         alone = training and self.model.random
         rows_per_micro, tokens_per_micro = split_of(self.options, len(rows), alone=alone)
@@ -324,6 +325,22 @@ class Engine:
                 asked=f"a step over {len(rows)} rows",
                 found=f"token ids from {lowest} to {highest}, a vocabulary of {vocab_size}",
                 change="use the model's own tokenizer",
+            )
+
+    def _check_packed(self, rows: Sequence[Row]) -> None:
+        packed = [(row, row.positions) for row in rows if row.positions is not None]
+        asked = f"a step over {len(rows)} rows, {len(packed)} of them packed"
+        if packed and self.model.packing is None:
+            raise UserError(
+                asked=asked,
+                found="a model of which it is not proved that it keeps the samples of a row apart",
+                change="load it with packing=True, or give rows of one sample",
+            )
+        if any(row.weights[1:][positions[1:] == 0].any() for row, positions in packed):
+            raise UserError(
+                asked=asked,
+                found="a weight on the first token of a sample, which nothing predicts",
+                change="set it to 0, as megatrain.data.packing.joined does",
             )
 
     def _run(self, ops: list[Op], state: StepState, plan: StepPlan) -> None:

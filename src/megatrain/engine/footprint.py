@@ -8,7 +8,7 @@ Price: the slots of embed, head and one layer for its duration; compilation, and
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from megatrain.engine.state import StepState
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import segment_views
 from megatrain.memory.store import param_views
-from megatrain.models import BlockModel
+from megatrain.models import BlockModel, LayerCall
 from megatrain.schedule import Footprint, Lane, Op, OpKind, Rates
 
 INITIAL_STD = 0.02
@@ -126,11 +126,7 @@ def measure_footprint(
         loss=loss,
     )
     rows, length = shape
-    row = Row(
-        input_ids=np.arange(length, dtype=np.int64) % model.vocab_size,
-        weights=np.ones(length, dtype=np.float32),
-    )
-    batch = make_micro_batch([row] * rows, 0, device)
+    batch = make_micro_batch([_row(model, length)] * rows, 0, device)
     with attention_choice(device):
         rates = measure_rates(device, host_threads=options.host_threads)
         _one_pass(compute, batch, rates)
@@ -138,6 +134,23 @@ def measure_footprint(
     del compute
     release_cached_memory(device)
     return found
+
+
+def _row(model: BlockModel, length: int) -> Row:
+    """Every token supervised; two samples, if rows are packed."""
+    ids = np.arange(length, dtype=np.int64)
+    positions = None if model.packing is None else ids % (length // 2 + 1)
+    weights = np.ones(length, dtype=np.float32)
+    if positions is not None:
+        weights[positions == 0] = 0.0
+    return Row(input_ids=ids % model.vocab_size, weights=weights, positions=positions)
+
+
+def _recorded_bytes(calls: Sequence[LayerCall]) -> int:
+    """Of all tensors in calls of layers, what several of them share counted once."""
+    leaves = [leaf for call in calls for leaf in call.leaves if isinstance(leaf, Tensor)]
+    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footprint:
@@ -181,6 +194,7 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footpri
     return Footprint(
         input_bytes=kept.nbytes,
         saved_bytes=tuple(saved_bytes),
+        calls_bytes=_recorded_bytes(state.calls[0]),
         workspace_bytes=meter.peak_bytes,
         embed_s=embed_s,
         forward_s=_mean(forward_s),

@@ -1,13 +1,15 @@
 """Rows of one optimizer step cut into padded micro-batches.
 
 Padding is on the right.  Attention and recurrence are causal, so no mask is needed: a real token
-never sees padding, and padding carries no loss.
+never sees padding, and padding carries no loss.  Beside packed rows every token of padding stands
+at position 0: a sample of its own, which sees itself only.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,6 +30,8 @@ class MicroBatch:
     """Loss weight of that next token, fp32."""
     supervised_N: Tensor
     """Flat positions (row * T + t) whose next token has a weight, ascending."""
+    positions_BT: Tensor | None
+    """Of each token in its sample; None if no row is packed."""
     first_row: int
     """Index of the first row within the step."""
 
@@ -104,11 +108,26 @@ def make_micro_batch(
         ids[index, :length] = row.input_ids
         labels[index, : length - 1] = row.input_ids[1:]
         weights[index, : length - 1] = row.weights[1:]
+    positions = _positions(rows, shape)
+    if positions is not None:
+        labels[:, :-1][positions[:, 1:] == 0] = NO_LABEL  # what follows begins another sample
     supervised = np.flatnonzero(weights)
     return MicroBatch(
         ids_BT=torch.from_numpy(ids).to(device),
         labels_BT=torch.from_numpy(labels).to(device),
         weights_BT=torch.from_numpy(weights).to(device),
         supervised_N=torch.from_numpy(supervised).to(device),
+        positions_BT=None if positions is None else torch.from_numpy(positions).to(device),
         first_row=first_row,
     )
+
+
+def _positions(rows: Sequence[Row], shape: tuple[int, int]) -> npt.NDArray[np.int64] | None:
+    """(B, T) position of each token in its sample, if any row is packed."""
+    if all(row.positions is None for row in rows):
+        return None
+    positions = np.zeros(shape, dtype=np.int64)
+    for index, row in enumerate(rows):
+        length = len(row.input_ids)
+        positions[index, :length] = np.arange(length) if row.positions is None else row.positions
+    return positions

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.layout import BlockLayout
-from megatrain.models.build import text_config
+from megatrain.models.build import COMPUTE_DTYPES, text_config
 from megatrain.models.carried import (
     CarriedContainer,
     CarriedTensor,
     StandIn,
     written_outputs,
 )
+from megatrain.models.packing import Packing, packed_inputs
 from megatrain.models.recorder import (
     Chain,
     LayerCall,
@@ -84,6 +85,8 @@ class BlockModel:
     """Per layer: position of a leaf in its call -> key of the carried tensor that it is."""
     random: bool
     """Whether anything random (dropout, jitter) happens in training mode."""
+    packing: Packing | None = None
+    """How it is told of several samples in a row; None unless that is proved."""
 
     @property
     def config(self) -> Any:
@@ -140,7 +143,7 @@ class BlockModel:
         self.hf_model.train(mode)
 
     def prologue(
-        self, params: Params, ids_BT: Tensor
+        self, params: Params, ids_BT: Tensor, positions_BT: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCall], dict[str, Tensor]]:
         """Everything before the first layer.
 
@@ -148,11 +151,17 @@ class BlockModel:
             params: the embed block's parameters by full name, on the compute device.
             ids_BT: token ids, padded on the right.  No padding mask is needed: attention and
                 recurrence are causal, so a token never sees the padding behind it.
+            positions_BT: of each token in its sample, if rows are packed.
 
         Returns:
             The first layer's hidden state (B, T, D), the arguments of every layer, and the
             carried tensors that the layers take from here, by key.
         """
+        inputs = {"input_ids": ids_BT, "use_cache": False}
+        if positions_BT is not None:
+            assert self.packing is not None
+            dtype = COMPUTE_DTYPES[self.compute_dtype]
+            inputs |= packed_inputs(self.packing, self.config, positions_BT, dtype)
         chain, calls, first = Chain(), [], []
         written: dict[str, Tensor] = {}
 
@@ -167,9 +176,7 @@ class BlockModel:
 
         with recorders_in(self.container, on_call):
             try:
-                functional_call(
-                    self.hf_model, dict(params), (), {"input_ids": ids_BT, "use_cache": False}
-                )
+                functional_call(self.hf_model, dict(params), (), inputs)
             except PrologueDone:
                 pass
         assert len(calls) == self.num_layers, f"{len(calls)} of {self.num_layers} layers called"
@@ -178,9 +185,16 @@ class BlockModel:
     def embedding(
         self, tensors: Params, ids_BT: Tensor, call: Any = None, carried: Params | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`prologue` in the form of a layer: the hidden state, and the carried tensors."""
-        del call, carried  # what a layer would be given
-        y_BTD, _, written = self.prologue(tensors, ids_BT)
+        """`prologue` in the form of a layer: the hidden state, and the carried tensors.
+
+        Args:
+            tensors: parameters.
+            ids_BT: token ids.
+            call: positions of packed rows, or None.
+            carried: what a layer would be given.
+        """
+        del carried
+        y_BTD, _, written = self.prologue(tensors, ids_BT, call)
         return y_BTD, written
 
     def _with_stand_ins(self, index: int, call: LayerCall, written: dict[str, Tensor]) -> LayerCall:
@@ -245,7 +259,7 @@ class BlockModel:
         """
         device = hidden_ND.device
         stand_ins = {
-            placed.name: torch.zeros((), dtype=_dtype(segment.dtype), device=device).expand(
+            placed.name: torch.zeros((), dtype=COMPUTE_DTYPES[segment.dtype], device=device).expand(
                 placed.shape
             )
             for block in (self.embed, *self.unused)
@@ -297,7 +311,3 @@ def run_layer(
         if isinstance(leaf, CarriedContainer):
             written |= leaf.written(value, carried)
     return first_tensor(output), written
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

@@ -10,6 +10,7 @@ from transformers.utils import logging as transformers_logging
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta, read_config
 from megatrain.models.hub import ModelFiles
+from megatrain.models.packing_proof import prove_packing
 from megatrain.models.proof import prove
 from megatrain.models.selection import Selection
 from megatrain.models.split import split_model
@@ -60,6 +61,7 @@ def load_blocks(
     overrides: Mapping[str, Any] | None = None,
     num_tokens: int = 0,
     multiple_of: int | None = None,
+    packing: bool = False,
 ) -> LoadedBlocks:
     """A model's blocks without their weights.
 
@@ -70,9 +72,11 @@ def load_blocks(
         overrides: changes to its config.
         num_tokens: token ids that need a row in the embedding.
         multiple_of: round the number of rows up to a multiple of this.
+        packing: rows are to hold several samples.
 
     Raises:
-        UserError: if the model cannot be built, split, or given more rows.
+        UserError: if the model cannot be built, split, given more rows, or does not keep the
+            samples of a row apart.
     """
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(
@@ -89,4 +93,6 @@ def load_blocks(
         check_growth(built, larger)
         model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
     prove(config, compute_dtype=compute_dtype)
+    if packing:
+        model.packing = prove_packing(config)
     return LoadedBlocks(files=files, model=model, stored=stored)

@@ -1,7 +1,7 @@
 """A small instance of an architecture: the same kinds of layers, few of them, and narrow."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -50,11 +50,16 @@ TOWER_LAYERS = 2
 """Of a vision or audio tower, which text never enters."""
 
 
-def small_configs(config: Any) -> Iterator[Any]:
-    """Small configs of the same type, smallest first; some may not build."""
+def small_configs(config: Any, limits: Mapping[str, int] | None = None) -> Iterator[Any]:
+    """Small configs of the same type, smallest first; some may not build.
+
+    Args:
+        config: a transformers config.
+        limits: further largest values by name.
+    """
     for sizes in ATTEMPTS:
         try:
-            yield shrink(config, sizes)
+            yield shrink(config, sizes | dict(limits or {}))
         except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError):
             continue  # these sizes do not fit together in this architecture
 
@@ -76,7 +81,9 @@ def shrink(config: Any, sizes: dict[str, int]) -> Any:
             _limit(part, raw[name], {"num_hidden_layers": TOWER_LAYERS})
     name = next((n for n in config.sub_configs if getattr(config, n, None) is text), None)
     _shrink_text(text, raw if name is None else raw[name], sizes)
-    return type(config).from_dict(raw)
+    small = type(config).from_dict(raw)
+    small._attn_implementation = config._attn_implementation  # which is no part of the values
+    return small
 
 
 def _limit(config: Any, raw: dict[str, Any], limits: dict[str, int]) -> None:

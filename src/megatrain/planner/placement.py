@@ -2,8 +2,8 @@
 
 Tried are: state of the first blocks (with clipping their updates delay the next forward, without
 they have no backward left to hide behind), every number of them, with or without the head's; beside
-it saved activations of as many of the first layers as fit; inputs of layers on the device or, so
-that their place holds state, on the host.  The best by a rough estimate are simulated; the fastest is
+it saved activations of as many of the first layers as fit; inputs of layers on the device or on the
+host, so that their place holds state.  The best by a rough estimate are simulated; the fastest is
 taken.
 """
 
@@ -163,7 +163,7 @@ class PlacementRule:
             if plan.lowest_trainable <= layer not in plan.spilled
         )
         moving = 2 * cost.input_bytes  # the last output and its gradient
-        activations = plan.num_micro * (kept + moving) + cost.workspace_bytes
+        activations = plan.num_micro * (kept + moving + cost.calls_bytes) + cost.workspace_bytes
         return Placement(
             resident=resident,
             saved=saved,

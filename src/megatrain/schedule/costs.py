@@ -24,6 +24,8 @@ class Footprint:
     """A block's input, which waits for backward."""
     saved_bytes: tuple[int, ...]
     """Per layer: what stays if it is saved instead of recomputed, its input included."""
+    calls_bytes: int
+    """What is recorded for the layers of a micro-batch: rotary embeddings, masks of packed rows."""
     workspace_bytes: int
     """The most that any operation needs for its duration."""
     embed_s: float

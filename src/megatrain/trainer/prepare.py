@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatrain.checkpoint import Contents
@@ -17,7 +19,9 @@ from megatrain.data import (
     ChosenRows,
     DataOptions,
     DatasetStats,
+    PackedSampler,
     Row,
+    Sampler,
     StepSampler,
     TokenizedRows,
     extend_tokenizer,
@@ -54,7 +58,9 @@ class RunData:
     stats: DatasetStats
     """Counts of the training files, held-out rows included."""
     longest: int
-    """Tokens of the longest row, held-out ones included."""
+    """Tokens of the longest sample, held-out ones included."""
+    train_lengths: npt.NDArray[np.int64]
+    """Tokens of each training row."""
     digest: str
     """Of the rows of the training files, held-out ones included."""
 
@@ -73,7 +79,9 @@ class PreparedRun:
     contents: Contents | None
     """Of a checkpoint; None if none is to be written."""
     data: RunData
-    sampler: StepSampler
+    longest: int
+    """Tokens of the longest row of any step or evaluation."""
+    sampler: Sampler
     total_steps: int
     learning_rate: Callable[[int], float]
 
@@ -105,28 +113,44 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
     _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
     data = load_data(config, tokenizer, blocks.model)
-    sampler = StepSampler(
-        len(data.train_rows),
-        config.per_device_train_batch_size * config.gradient_accumulation_steps,
-        seed=config.seed,
-        shuffle=config.shuffle,
-    )
+    sampler = make_sampler(config, data, blocks.model)
     total_steps = config.max_steps
     if total_steps <= 0:
-        total_steps = math.ceil(config.num_train_epochs * sampler.steps_per_epoch)
+        total_steps = sampler.steps_in(config.num_train_epochs)
+    longest = data.longest
+    if isinstance(sampler, PackedSampler):
+        longest = max(longest, sampler.longest)
     return PreparedRun(
         device=device,
         compute_dtype=compute_dtype,
         tokenizer=tokenizer,
         blocks=blocks,
         # Quarters of the longest row: at most four lengths to compile for.
-        options=replace(options, length_multiple=math.ceil(data.longest / LENGTH_BUCKETS)),
+        options=replace(options, length_multiple=math.ceil(longest / LENGTH_BUCKETS)),
+        longest=longest,
         memory=memory,
         contents=contents,
         data=data,
         sampler=sampler,
         total_steps=total_steps,
         learning_rate=_learning_rate(config, total_steps=total_steps),
+    )
+
+
+def make_sampler(config: TrainConfig, data: RunData, model: BlockModel | None = None) -> Sampler:
+    """The rows of each step, packed or one by one; no row is longer than a model has positions."""
+    rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if not config.packing:
+        return StepSampler(
+            len(data.train_rows), rows_per_step, seed=config.seed, shuffle=config.shuffle
+        )
+    positions = None if model is None else model.learned_positions
+    return PackedSampler(
+        data.train_lengths,
+        rows_per_step,
+        capacity=min(config.max_length, positions or config.max_length),
+        seed=config.seed,
+        shuffle=config.shuffle,
     )
 
 
@@ -156,6 +180,7 @@ def _load_blocks(
         overrides=overrides,
         num_tokens=num_token_ids(tokenizer),
         multiple_of=config.pad_vocab_to_multiple_of,
+        packing=config.packing,
     )
 
 
@@ -207,6 +232,7 @@ def load_data(
     rows: TokenizedRows = load_rows(config.train_files, tokenizer, options)
     held_out: Sequence[Row] = []
     training: Sequence[Row] = rows
+    lengths = rows.lengths
     longest = rows.stats.longest
     if config.eval_files:
         held_out = of_files = load_rows(config.eval_files, tokenizer, options)
@@ -214,11 +240,13 @@ def load_data(
     elif config.eval_split:
         keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
         training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
+        lengths = lengths[keep]
     return RunData(
         train_rows=training,
         eval_rows=held_out,
         stats=rows.stats,
         longest=longest,
+        train_lengths=lengths,
         digest=rows.digest,
     )
 

@@ -1,9 +1,10 @@
 """`megatrain preprocess`: what the data of a config becomes, before anything is trained on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 from rich.table import Table
 from rich.text import Text
 
@@ -13,7 +14,7 @@ from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 from megatrain.models.hub import find_model
 from megatrain.preflight import find_gguf
-from megatrain.trainer.prepare import load_data, load_run_tokenizer
+from megatrain.trainer.prepare import load_data, load_run_tokenizer, make_sampler
 
 BINS = 8
 SUPERVISED, REST = "bold green", "dim"
@@ -36,7 +37,9 @@ def preprocess(config: TrainConfig, sample: int) -> Iterator[Table | Text | str]
     tokenizer = load_run_tokenizer(config, files)
     data = load_data(config, tokenizer)
     yield counts_table(data.stats)
-    yield histogram([len(row.input_ids) for row in data.train_rows], config.max_length)
+    yield histogram(data.train_lengths, config.max_length)
+    if packed := make_sampler(config, data).in_words():
+        yield packed
     if not 0 <= sample < len(data.train_rows):
         raise UserError(
             asked=f"sample {sample}",
@@ -65,7 +68,7 @@ def counts_table(stats: DatasetStats) -> Table:
     return table
 
 
-def histogram(lengths: Sequence[int], max_length: int) -> Table:
+def histogram(lengths: npt.NDArray[np.int64], max_length: int) -> Table:
     """Rows by their number of tokens, in equal bins up to `max_length`."""
     counts, edges = np.histogram(lengths, bins=BINS, range=(0, max_length + 1))
     table = Table("tokens", "rows", "", box=None)

@@ -5,8 +5,9 @@ import os
 import signal
 import statistics
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,32 +32,40 @@ LONGEST_GAP = 64
 
 
 class SaveSchedule:
-    """After which steps a checkpoint is due."""
+    """After which steps a checkpoint is due.
 
-    def __init__(self, every: int | None, *, total_steps: int) -> None:
-        self._every, self._total = every, total_steps
+    Args:
+        steps: those, ascending; without the last one of the run, if it is not among them.
+        total_steps: of the run.
+    """
+
+    def __init__(self, steps: Sequence[int] | None, *, total_steps: int) -> None:
+        self._steps, self._total = steps, total_steps
 
     @classmethod
     def of(cls, config: TrainConfig, run: PreparedRun) -> "SaveSchedule":
         """As the config says."""
-        every: int | None = None
-        if config.save_strategy == "epoch":
-            every = run.sampler.steps_per_epoch
+        steps: Sequence[int] | None = None
+        total = run.total_steps
+        if config.save_strategy == "epoch":  # packed, epochs have steps of their own number
+            epochs = range(1, math.floor(run.sampler.epochs_after(total)) + 1)
+            steps = [run.sampler.steps_in(epoch) for epoch in epochs]
         elif config.save_strategy == "steps":
             share = config.save_steps < 1
-            steps = config.save_steps * run.total_steps if share else config.save_steps
-            every = math.ceil(steps)
-        return cls(every, total_steps=run.total_steps)
+            every = math.ceil(config.save_steps * total if share else config.save_steps)
+            steps = range(every, total + 1, every)
+        return cls(steps, total_steps=total)
 
     def due(self, step: int) -> bool:
-        """After every so many steps and the last one."""
-        return self._every is not None and (step % self._every == 0 or step == self._total)
+        """After those steps and the last one."""
+        return self._steps is not None and (step in self._steps or step == self._total)
 
     def count(self, after: int) -> int:
         """Checkpoints yet to come after a step."""
-        if self._every is None or after >= self._total:
+        if self._steps is None or after >= self._total:
             return 0
-        return math.ceil(self._total / self._every) - after // self._every
+        extra = self._total not in self._steps
+        return len(self._steps) - bisect_right(self._steps, after) + extra
 
 
 @dataclass(frozen=True, kw_only=True)

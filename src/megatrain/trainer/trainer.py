@@ -109,7 +109,7 @@ class Trainer:
             device=run.device,
             loss=self.loss,
             num_rows=run.sampler.rows_per_step,
-            longest=run.data.longest,
+            longest=run.longest,
             budgets=run.memory,
         )
 
@@ -194,6 +194,7 @@ class Trainer:
             f" {run.compute_dtype} on {run.device.type}; {plan.in_words()}",
             f"{len(data.train_rows)} rows to train on, {len(data.eval_rows)} held out; files:"
             f" {data.stats.in_words()}; {run.total_steps} steps",
+            run.sampler.in_words(),
             saver.in_words(),
             run.blocks.grown,
         ]
@@ -230,7 +231,7 @@ class Trainer:
         result = None if first else self._evaluate(engine, log, console)
         meter, dog, skipped_in_a_row, spans = _Meter(first), Watchdog(), 0, list[Span]()
         for step in range(first, run.total_steps):
-            rows = [run.data.train_rows[i] for i in run.sampler.row_indices(step)]
+            rows = run.sampler.take(run.data.train_rows, step)
             rate = run.learning_rate(step)
             began = time.perf_counter()
             # Of steps alone: an evaluation between two of them is none of their time.
@@ -298,7 +299,7 @@ class Trainer:
         self, result: StepResult, rate: float, meter: "_Meter", log: RunLog, console: Console
     ) -> None:
         progress = self.progress
-        epoch = progress.step / self.run.sampler.steps_per_epoch
+        epoch = self.run.sampler.epochs_after(progress.step)
         row = _log_row(result, progress.step, rate, epoch)
         row["tokens_per_second"] = meter.tokens_per_second()
         row["num_input_tokens_seen"] = progress.tokens_seen

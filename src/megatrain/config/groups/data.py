@@ -2,9 +2,13 @@
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatrain.config.groups.keys import Keys, check_count_or_share
+
+LONGEST_PACKED_ROW = 8192
+"""Tokens.  The mask that keeps samples apart has a byte for each pair of them: 64 MiB a row at this
+length, for each kind of attention that a model has."""
 
 
 class DataKeys(Keys):
@@ -34,6 +38,11 @@ class DataKeys(Keys):
         None, description="A .jinja file to use (and to save) instead of the model's chat template."
     )
     max_length: int = Field(1024, ge=2, description="Tokens per row; the rest is cut off.")
+    packing: bool = Field(
+        False,
+        description="Fill rows with whole samples, best-fit, each kept apart from the others; batch"
+        " sizes then count packed rows. Held-out rows are not packed.",
+    )
     shuffle: bool = Field(True, description="Permute the rows in each epoch, by seed.")
 
     @field_validator("eval_split")
@@ -50,3 +59,14 @@ class DataKeys(Keys):
                 " needs beside it: add_special_tokens)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _packed_rows_have_room_for_their_mask(self) -> "DataKeys":
+        if self.packing and self.max_length > LONGEST_PACKED_ROW:
+            mib = self.max_length**2 / 2**20
+            raise ValueError(
+                f"packing keeps samples apart with a mask, of {mib:,.0f} MiB for a row of"
+                f" {self.max_length} tokens: set max_length to {LONGEST_PACKED_ROW} or less, or"
+                " packing: false"
+            )
+        return self
