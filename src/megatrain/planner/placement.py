@@ -7,7 +7,7 @@ host, so that their place holds state.  The best by a rough estimate are simulat
 taken.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -16,6 +16,7 @@ from megatrain.layout import BlockLayout
 from megatrain.memory.store import STATE
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
+from megatrain.planner.rough import rough_seconds
 from megatrain.schedule import Footprint, Spill, StepPlan, build_step, simulate, slot_sizes
 from megatrain.units import format_bytes
 
@@ -34,10 +35,15 @@ class Placement:
     saved: frozenset[int]
     """Layers whose activations stay from forward to backward."""
     spill: Spill | None
-    device_bytes: int
-    """Slots, resident state and activations at their peak."""
+    device: Mapping[str, int]
+    """Bytes on the device at their peak, by purpose."""
     seconds: float
     """Of a step of the largest shape, simulated."""
+
+    @property
+    def device_bytes(self) -> int:
+        """All of them."""
+        return sum(self.device.values())
 
     def in_words(self) -> str:
         """One line for a person."""
@@ -150,27 +156,37 @@ class PlacementRule:
     ) -> Placement:
         spill = self._spill(saved) if spills else None
         plan = replace(self.plan, resident=resident, saved=saved, spill=spill)
-        state = sum(
-            layout.nbytes(purpose, self.gradient_dtype)
-            for block in resident
-            for layout in [self.layouts[block]]
-            for purpose in STATE
-        )
-        cost, layers = self.footprint, range(1, plan.num_layers + 1)
-        kept = sum(
-            cost.saved_bytes[layer - 1] if layer in saved else cost.input_bytes
-            for layer in layers
-            if plan.lowest_trainable <= layer not in plan.spilled
-        )
-        moving = 2 * cost.input_bytes  # the last output and its gradient
-        activations = plan.num_micro * (kept + moving + cost.calls_bytes) + cost.workspace_bytes
         return Placement(
             resident=resident,
             saved=saved,
             spill=spill,
-            device_bytes=self._slots(plan) + state + activations,
-            seconds=self._seconds(plan),
+            device=self._device_bytes(plan),
+            seconds=rough_seconds(plan, self.layouts, self.footprint),
         )
+
+    def _device_bytes(self, plan: StepPlan) -> dict[str, int]:
+        """By purpose, all at their peak at once."""
+        cost = self.footprint
+        slots = slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype)
+        trained = range(max(plan.lowest_trainable, 1), plan.num_layers + 1)
+        recomputed = [layer for layer in trained if layer not in plan.saved | plan.spilled]
+        return {
+            **{
+                purpose.value: sum(self.layouts[block].nbytes(purpose) for block in plan.resident)
+                for purpose in STATE
+            },
+            "gradient": sum(slots.resident_gradients.values()),
+            "weight slots": sum(slots.weights),
+            "gradient sums": sum(slots.accumulators),
+            "gradients on their way": sum(slots.staging),
+            "inputs on their way": sum(slots.passing),
+            # Of layers that are recomputed, and the last output and its gradient.
+            "inputs of layers": plan.num_micro * (len(recomputed) + 2) * cost.input_bytes,
+            "saved activations": plan.num_micro
+            * sum(cost.saved_bytes[layer - 1] for layer in plan.saved),
+            "masks and positions": plan.num_micro * cost.calls_bytes,
+            "workspace": cost.workspace_bytes,
+        }
 
     def _spill(self, saved: frozenset[int]) -> Spill:
         """Of every layer whose input waits for backward."""
@@ -188,60 +204,9 @@ class PlacementRule:
     def _slots(self, plan: StepPlan) -> int:
         return slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype).device
 
-    def _seconds(self, plan: StepPlan) -> float:
-        """A step's time: computation, and what of the host's updates it cannot hide."""
-        cost = self.footprint
-        forward, backward = [0.0] * (plan.head + 1), [0.0] * (plan.head + 1)
-        for layer in range(1, plan.num_layers + 1):
-            forward[layer] = plan.num_micro * cost.forward_s
-            if layer >= plan.lowest_trainable:
-                backward[layer] = plan.num_micro * (
-                    cost.saved_backward_s if layer in plan.saved else cost.backward_s
-                )
-        updates = [
-            sum(segment.numel for segment in layout.segments if segment.trainable)
-            / cost.rates.update_params_per_s
-            for layout in self.layouts[: plan.head + 1]
-        ]
-        for block in plan.resident:
-            updates[block] = 0.0
-        loss = plan.num_micro * cost.loss_s
-        if plan.clip:
-            seconds = _behind(forward, updates) + loss + sum(backward)
-        else:
-            waiting = plan.waiting_gradient_slots + plan.layer_gradient_slots
-            ahead = _ahead(backward[::-1], updates[::-1], waiting=waiting)
-            seconds = sum(forward) + loss + ahead
-        return seconds
-
 
 def _priced_seconds(placement: Placement) -> float:
     """Inputs that cross the bus seem free where updates or computation hide them; they have a small
     price all the same, so that they stay where there is nothing to win.
     """
     return placement.seconds * (1 if placement.spill is None else SPILL_PRICE)
-
-
-def _behind(computing: Sequence[float], updates: Sequence[float]) -> float:
-    """Seconds until all blocks are computed, each after its update."""
-    updated = computed = 0.0
-    for own, update in zip(computing, updates, strict=True):
-        updated += update
-        computed = max(computed, updated if update else 0.0) + own
-    return computed
-
-
-def _ahead(computing: Sequence[float], updates: Sequence[float], *, waiting: int) -> float:
-    """Seconds until all blocks are computed and updated, each update after its computation.
-
-    Args:
-        computing: of each block, in order.
-        updates: of each block.
-        waiting: gradients that there is room for; with more, computing waits.
-    """
-    computed, updated = 0.0, [0.0] * waiting
-    for own, update in zip(computing, updates, strict=True):
-        computed = max(computed, updated[-waiting]) + own if update else computed + own
-        if update:
-            updated.append(max(updated[-1], computed) + update)
-    return max(computed, updated[-1])
