@@ -3,6 +3,7 @@
 Rates are peaks: what is reached is in `planner.estimate`, with where it was measured.
 """
 
+import re
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -69,14 +70,19 @@ GPUS = {gpu.name: gpu for gpu in _ALL}
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU of that name, however it is spelt: `rtx4090`, `RTX-4090`, `NVIDIA H200`.
+    """The GPU of that name, however it is spelt: `rtx4090`, `RTX-4090`, `NVIDIA A100-SXM4-80GB`.
 
-    A longer name wins: `NVIDIA H100 PCIe` is not an H100.
+    More words in common win: `NVIDIA H100 PCIe` is not an H100.
     """
-    asked = _plain(name)
-    known = sorted(GPUS, key=len, reverse=True)
-    return next((GPUS[each] for each in known if _plain(each) in asked), None)
+    asked = _words(name)
+    known = sorted(GPUS, key=lambda each: len(_words(each)), reverse=True)
+    alike = (each for each in known if _words(each) <= asked or _glued(each) == _glued(name))
+    return next((GPUS[each] for each in alike), None)
 
 
-def _plain(name: str) -> str:
-    return "".join(filter(str.isalnum, name.lower()))
+def _words(name: str) -> set[str]:
+    return {word.removesuffix("gb") for word in re.findall(r"[a-z0-9]+", name.lower())}
+
+
+def _glued(name: str) -> str:
+    return "".join(re.findall(r"[a-z0-9]+", name.lower()))

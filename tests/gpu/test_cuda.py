@@ -231,5 +231,5 @@ def test_refused_page_locking_is_told_and_changes_no_bit(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     pageable, said = run()
-    assert len(said) == 2 and all("memlock" in notice for notice in said)  # state and buffers
+    assert said and all("memlock" in notice for notice in said)
     assert same_bits(locked, pageable)

@@ -17,7 +17,15 @@ from megatrain.memory.store import STATE
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
 from megatrain.planner.rough import rough_seconds
-from megatrain.schedule import Footprint, Spill, StepPlan, build_step, simulate, slot_sizes
+from megatrain.schedule import (
+    Footprint,
+    Span,
+    Spill,
+    StepPlan,
+    build_step,
+    simulate,
+    slot_sizes,
+)
 from megatrain.units import format_bytes
 
 NONE: frozenset[int] = frozenset()
@@ -95,17 +103,21 @@ class PlacementRule:
 
     def simulated(self, placement: Placement) -> Placement:
         """The same, with the time that a step's own list of operations takes."""
-        plan = replace(self._laid_out(placement), pending=self.plan.clip)
+        return replace(placement, seconds=max(span.end_s for span in self.spans(placement)))
+
+    def spans(self, placement: Placement) -> list[Span]:
+        """A step, simulated."""
+        plan = replace(self.laid_out(placement), pending=self.plan.clip)
         durations = Durations(
             layouts=self.layouts,
             plan=plan,
             gradient_dtype=self.gradient_dtype,
             footprint=self.footprint,
         )
-        spans = simulate(build_step(plan), durations)
-        return replace(placement, seconds=max(span.end_s for span in spans))
+        return simulate(build_step(plan), durations)
 
-    def _laid_out(self, placement: Placement) -> StepPlan:
+    def laid_out(self, placement: Placement) -> StepPlan:
+        """The plan with this placement."""
         return replace(
             self.plan,
             resident=placement.resident,
@@ -198,7 +210,7 @@ class PlacementRule:
         )
 
     def _host_bytes(self, placement: Placement) -> int:
-        plan = self._laid_out(placement)
+        plan = self.laid_out(placement)
         return memory_need(self.layouts, plan, gradient_dtype=self.gradient_dtype).host_total
 
     def _slots(self, plan: StepPlan) -> int:

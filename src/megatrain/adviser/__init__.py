@@ -1,0 +1,131 @@
+"""`megatrain plan`: whether a model fits a machine, how fast it trains there, what would help.
+
+From the model's config alone; no weights, no GPU.  Bytes of state and slots are those that a run
+allocates; activations and times are estimates (`planner.estimate` says how good).
+"""
+
+import json
+from collections.abc import Callable
+
+import torch
+
+from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, host_rate
+from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
+from megatrain.errors import UserError
+from megatrain.hardware import GPUS, Gpu, find_gpu
+
+__all__ = ["plan_run_of"]
+
+
+def plan_run_of(
+    model: str,
+    *,
+    rows: int,
+    length: int,
+    micro_rows: int,
+    max_grad_norm: float,
+    gpu: str | None,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    host_bandwidth: int | None,
+    tokens: float,
+    as_json: bool,
+    say: Callable[[str], None],
+) -> bool:
+    """Answer for one GPU, or compare all; whether it fits.
+
+    Args:
+        model: directory or id.
+        rows: of a step.
+        length: tokens of a row.
+        micro_rows: rows of a micro-batch.
+        max_grad_norm: 0 turns clipping off.
+        gpu: its name, or all; None for the one in this machine.
+        gpu_memory: bytes of it.
+        host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
+        host_bandwidth: bytes a second; None to measure this host's updates.
+        tokens: of the whole run.
+        as_json: one JSON object instead of lines.
+        say: takes a line.
+
+    Raises:
+        UserError: for a GPU or a model that is not known.
+    """
+    every = gpu is not None and gpu.lower() == "all"
+    question = Question(
+        model=model,
+        rows=rows,
+        length=length,
+        micro_rows=min(micro_rows, rows),
+        max_grad_norm=max_grad_norm,
+        gpu=_chosen("H200" if every else gpu),
+        gpu_memory=gpu_memory,
+        host_memory=UNLIMITED if every and host_memory is None else host_memory,
+        update_params_per_s=host_rate(host_bandwidth),
+    )
+    adviser = Adviser(model)
+    if every:
+        return compare(adviser, question, tokens, say)
+    return _tell(adviser, question, tokens, say, as_json=as_json)
+
+
+def _tell(
+    adviser: Adviser,
+    question: Question,
+    tokens: float,
+    say: Callable[[str], None],
+    *,
+    as_json: bool,
+) -> bool:
+    try:
+        found = adviser.ask(question)
+    except UserError as error:
+        lines = refusal(question, error, adviser)
+        say(json.dumps(figures(question, None)) if as_json else "\n".join(lines))
+        return False
+    if as_json:
+        say(json.dumps(figures(question, found)))
+        return True
+    say("\n".join(describe(question, found, adviser)))
+    say(whole_run(question, found, tokens))
+    changes = list(adviser.faster(question, found))
+    if changes:
+        say("faster would be, one by one:")
+    for change in changes:
+        say(f"  {change}")
+    return True
+
+
+def _chosen(name: str | None) -> Gpu:
+    if name is None:
+        return this_gpu()
+    found = find_gpu(name)
+    if found is None:
+        raise UserError(
+            asked=f"--gpu {name}", found="no such GPU here", change=f"use one of {', '.join(GPUS)}"
+        )
+    return found
+
+
+def this_gpu() -> Gpu:
+    """The GPU of this machine.
+
+    Raises:
+        UserError: if there is none, or none that is known by name.
+    """
+    known = ", ".join(GPUS)
+    if not torch.cuda.is_available():
+        raise UserError(
+            asked="a plan for this machine",
+            found="no GPU in it",
+            change=f"name one with --gpu ({known}; or all, to compare them)",
+        )
+    name = torch.cuda.get_device_name(0)
+    found = find_gpu(name)
+    if found is None:
+        raise UserError(
+            asked="a plan for this machine",
+            found=f"a {name}, whose rates are not known here",
+            change=f"name one like it with --gpu ({known}), or measure with megatrain bench",
+        )
+    return found

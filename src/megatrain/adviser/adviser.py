@@ -1,0 +1,216 @@
+"""Questions about runs of one model, and answers from its config alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatrain.engine import EngineOptions, check_options, step_plan
+from megatrain.engine.device import DEVICE_RESERVE
+from megatrain.engine.options import largest_shape
+from megatrain.engine.rates import host_update_rate
+from megatrain.errors import UserError
+from megatrain.hardware import GPUS, Gpu
+from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.hub import find_model
+from megatrain.models.work import LayerWork, count_layers
+from megatrain.placing import FRAGMENTED, WAITING_GRADIENT_SLOTS
+from megatrain.planner import PlacementRule, available_host_bytes
+from megatrain.planner.answer import Answer, HostTooSmallError, answer
+from megatrain.planner.estimate import estimate_footprint, rates_of
+from megatrain.schedule import Lane
+from megatrain.units import format_bytes
+
+UPDATE_BYTES = 26
+LANES = {
+    Lane.COMPUTE: "the GPU's computation",
+    Lane.HOST: "the host's updates",
+    Lane.H2D: "the bus to the GPU",
+    Lane.D2H: "the bus from the GPU",
+}
+BETTER = 1.05
+"""A change is worth telling from here on."""
+SHORTEST_ROW = 256
+UNLIMITED = 2**60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A run that might be."""
+
+    model: str
+    """Directory with a config.json, or an id."""
+    rows: int = 32
+    length: int = 1024
+    micro_rows: int = 16
+    max_grad_norm: float = 1.0
+    gpu: Gpu
+    gpu_memory: int | None = None
+    """Bytes; None for all of it."""
+    host_memory: int | None = None
+    """Bytes; None for what is free here."""
+    update_params_per_s: float
+    """Of the host."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+
+class Adviser:
+    """Answers questions about one model; its layers are counted once for each row length."""
+
+    def __init__(self, model: str) -> None:
+        config = read_config(find_model(model).directory)
+        self.model: BlockModel = split_model(
+            build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16"
+        )
+        self._works: dict[int, list[LayerWork]] = {}
+
+    def works(self, length: int) -> list[LayerWork]:
+        """Of each layer, for a row of so many tokens."""
+        if length not in self._works:
+            self._works[length] = count_layers(self.model, length)
+        return self._works[length]
+
+    def model_flops(self, question: Question) -> float:
+        """Of a step, forward and backward."""
+        config = self.model.config
+        layers = sum(w.product_flops + w.attention_flops for w in self.works(question.length))
+        head = 2 * config.hidden_size * config.vocab_size * question.tokens
+        return 3 * (question.rows * layers + head)
+
+    def rule(self, question: Question) -> PlacementRule:
+        """How the run would be placed."""
+        options = EngineOptions(
+            micro_batch_rows=question.micro_rows,
+            max_grad_norm=question.max_grad_norm,
+            compile_backend="inductor",
+            length_multiple=question.length,
+            waiting_gradient_slots=WAITING_GRADIENT_SLOTS,
+        )
+        rows, length, num_micro = largest_shape(
+            self.model, options, num_rows=question.rows, longest=question.length
+        )
+        rates = rates_of(question.gpu, update_params_per_s=question.update_params_per_s)
+        memory = min(question.gpu.memory_bytes, question.gpu_memory or UNLIMITED)
+        return PlacementRule(
+            layouts=[block.layout for block in self.model.blocks],
+            plan=replace(step_plan(self.model, options), num_micro=num_micro),
+            gradient_dtype=check_options(self.model, options),
+            footprint=estimate_footprint(
+                self.works(question.length),
+                gpu=question.gpu,
+                rates=rates,
+                shape=(rows, length),
+                hidden_size=self.model.config.hidden_size,
+                vocab_size=self.model.config.vocab_size,
+                chunk_tokens=options.chunk_tokens,
+            ),
+            budget=int((memory - DEVICE_RESERVE) * (1 - FRAGMENTED)),
+            host_budget=question.host_memory or available_host_bytes(),
+        )
+
+    def ask(self, question: Question) -> Answer:
+        """Place and simulate.
+
+        Raises:
+            UserError: if it does not fit.
+        """
+        return answer(
+            self.rule(question), tokens=question.tokens, model_flops=self.model_flops(question)
+        )
+
+    def try_ask(self, question: Question) -> Answer | None:
+        """None if it does not fit."""
+        try:
+            return self.ask(question)
+        except UserError:
+            return None
+
+    def faster(self, question: Question, found: Answer) -> Iterator[str]:
+        """Changes that would bring more tokens a second, each with what it would bring."""
+        changes = {
+            f"{2 * question.rows} rows a step (gradient_accumulation_steps)": replace(
+                question, rows=2 * question.rows
+            ),
+            f"{4 * question.rows} rows a step": replace(question, rows=4 * question.rows),
+            "max_grad_norm: 0": replace(question, max_grad_norm=0.0),
+            "all of the GPU's memory": replace(question, gpu_memory=None),
+            "a host that updates twice as fast": replace(
+                question, update_params_per_s=2 * question.update_params_per_s
+            ),
+        }
+        for words, changed in changes.items():
+            other = None if changed == question else self.try_ask(changed)
+            if other is not None and other.tokens_per_s > BETTER * found.tokens_per_s:
+                yield f"{words}: {other.tokens_per_s:,.0f} tokens/s"
+
+    def least_host_memory(self, question: Question) -> int | None:
+        """Bytes of host memory with which it fits; None if no such number does."""
+        try:
+            found = self.ask(replace(question, host_memory=1))
+        except HostTooSmallError as error:
+            return error.needed
+        except UserError:
+            return None
+        return found.need.host_total
+
+    def smaller(self, question: Question) -> Iterator[str]:
+        """The smallest changes that would make it fit, one of a kind."""
+        least = self.least_host_memory(question)
+        if least is not None:
+            yield f"host memory of {format_bytes(least)}"
+        fits = False
+        for kind in _smaller_kinds(question):
+            for words, changed in kind:
+                if self.try_ask(changed) is not None:
+                    fits = True
+                    yield words
+                    break
+        if fits or least is not None:
+            return
+        for kind in _smaller_kinds(question):
+            for words, changed in kind:
+                if (least := self.least_host_memory(changed)) is not None:
+                    yield f"{words}, with host memory of {format_bytes(least)}"
+                    break
+
+
+def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]]]:
+    """Changes that need less; of each kind the smallest first."""
+    if question.max_grad_norm:
+        yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
+    yield (
+        (f"micro rows: {n}", replace(question, micro_rows=n)) for n in _halves(question.micro_rows)
+    )
+    yield (
+        (f"rows: {n}", replace(question, rows=n, micro_rows=min(n, question.micro_rows)))
+        for n in _halves(question.rows)
+    )
+    yield (
+        (f"length: {n}", replace(question, length=n))
+        for n in _halves(question.length)
+        if n >= SHORTEST_ROW
+    )
+    larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > question.gpu.memory_bytes]
+    yield (
+        (
+            f"a GPU of {format_bytes(gpu.memory_bytes)}, such as {gpu.name}",
+            replace(question, gpu=gpu, gpu_memory=None),
+        )
+        for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes)
+    )
+
+
+def _halves(number: int) -> Iterator[int]:
+    while number := number // 2:
+        yield number
+
+
+def host_rate(bandwidth: int | None) -> float:
+    """Parameters a second that a host updates; of this one it is measured.
+
+    Args:
+        bandwidth: bytes a second of copying in the host's memory, read and written.
+    """
+    return host_update_rate() if bandwidth is None else bandwidth / UPDATE_BYTES

@@ -1,0 +1,108 @@
+"""Does it fit, and how fast will it be: a placement, its bytes by tier, its simulated step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.errors import UserError
+from megatrain.layout import BlockLayout
+from megatrain.memory.store import STATE
+from megatrain.planner.fit import MemoryNeed, memory_need
+from megatrain.planner.placement import Placement, PlacementRule
+from megatrain.schedule import Lane, occupancy
+from megatrain.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a run of these options would be."""
+
+    placement: Placement
+    need: MemoryNeed
+    lanes_busy: Mapping[Lane, float]
+    """Share of a step."""
+    checkpoint_bytes: int
+    tokens: int
+    """Of a step."""
+    model_flops: float
+    """Of a step: forward and backward, no recompute."""
+
+    @property
+    def limit(self) -> Lane:
+        """The busiest lane."""
+        return max(self.lanes_busy, key=lambda lane: self.lanes_busy[lane])
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.placement.seconds
+
+    def bytes_by_tier(self) -> dict[str, dict[str, int]]:
+        """Tier -> purpose -> bytes, without what is empty."""
+        tiers = {
+            "device": dict(self.placement.device),
+            "host": dict(self.need.host),
+            "disk": {"a checkpoint": self.checkpoint_bytes},
+        }
+        return {tier: {k: n for k, n in parts.items() if n} for tier, parts in tiers.items()}
+
+    def figures(self) -> dict[str, Any]:
+        """For a program to read."""
+        return {
+            "fits": True,
+            "bytes": self.bytes_by_tier(),
+            "resident_blocks": sorted(self.placement.resident),
+            "saved_layers": sorted(self.placement.saved),
+            "spilled_layers": sorted(self.placement.spill.blocks) if self.placement.spill else [],
+            "seconds_per_step": self.placement.seconds,
+            "tokens_per_second": self.tokens_per_s,
+            "model_tflops": self.model_flops / self.placement.seconds / 1e12,
+            "lanes_busy": {lane.value: share for lane, share in self.lanes_busy.items()},
+            "limit": self.limit.value,
+        }
+
+
+def answer(rule: PlacementRule, *, tokens: int, model_flops: float) -> Answer:
+    """Place, and simulate a step.
+
+    Args:
+        rule: layouts, plan, costs and budgets.
+        tokens: of a step.
+        model_flops: of a step.
+
+    Raises:
+        UserError: if it does not fit the device or the host.
+    """
+    placement = rule.place()
+    need = memory_need(rule.layouts, rule.laid_out(placement), gradient_dtype=rule.gradient_dtype)
+    if need.host_total > rule.host_budget:
+        raise HostTooSmallError(need.host_total, rule.host_budget)
+    return Answer(
+        placement=placement,
+        need=need,
+        lanes_busy=occupancy(rule.spans(placement)),
+        checkpoint_bytes=state_bytes(rule.layouts),
+        tokens=tokens,
+        model_flops=model_flops,
+    )
+
+
+def state_bytes(layouts: Sequence[BlockLayout]) -> int:
+    """Weights, residuals and moments."""
+    return sum(layout.nbytes(purpose) for layout in layouts for purpose in STATE)
+
+
+class HostTooSmallError(UserError):
+    """Even with all of the device in use the host cannot hold the rest.
+
+    Args:
+        needed: bytes.
+        budget: bytes.
+    """
+
+    def __init__(self, needed: int, budget: int) -> None:
+        self.needed = needed
+        super().__init__(
+            asked=f"host memory {format_bytes(budget)}",
+            found=f"{format_bytes(needed)} needed beside what the GPU holds",
+            change="see below",
+        )
