@@ -34,6 +34,10 @@ SYNONYMS = {
     "eval_dataset_path": "eval_files",
     "validation_file": "eval_files",
     "val_set_size": "eval_split",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "dataset_processes": "dataset_num_proc",
+    "tokenized_path": "dataset_cache_dir",
+    "dataset_prepared_path": "dataset_cache_dir",
     "chat_template_jinja": "chat_template_path",
     "revision_of_model": "model_revision",
     "overrides_of_model_config": "config_overrides",
@@ -127,11 +131,11 @@ _met(
 )
 _met(
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
-    " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
-    " dataset_num_proc",
+    " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
     "rows are tokenised before the first step; no loader runs beside training",
 )
 _met("remove_unused_columns", "only the columns that a format needs are read")
+_met("overwrite_cache", "tokenised rows are found by content, so that none is ever stale")
 _met("shuffle_dataset", "shuffle permutes the rows in each epoch")
 _met("train_sampling_strategy", "shuffle: false is the sequential order", "random")
 _met("length_column_name", "rows are not grouped by length")

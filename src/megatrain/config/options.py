@@ -40,6 +40,8 @@ OWN_KEYS = frozenset(
         "dataset_format",
         "prompt_column",
         "completion_column",
+        "excess_length_strategy",
+        "dataset_cache_dir",
         "shuffle",
         "micro_batch_tokens",
         "gradient_dtype",

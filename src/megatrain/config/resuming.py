@@ -13,6 +13,8 @@ from megatrain.config.options import TrainConfig
 FREE = frozenset(
     {
         "cache_dir",
+        "dataset_cache_dir",
+        "dataset_num_proc",
         "model_init",  # weights come from the checkpoint
         "dtype",  # what auto means is compared instead
         "per_device_eval_batch_size",

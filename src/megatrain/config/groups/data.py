@@ -37,7 +37,25 @@ class DataKeys(Keys):
     chat_template_path: str | None = Field(
         None, description="A .jinja file to use (and to save) instead of the model's chat template."
     )
-    max_length: int = Field(1024, ge=2, description="Tokens per row; the rest is cut off.")
+    max_length: int = Field(
+        1024, ge=2, description="Tokens per row; a longer text becomes several rows."
+    )
+    excess_length_strategy: Literal["truncate", "drop", "error"] = Field(
+        "truncate",
+        description="What becomes of rows longer than max_length: the rest is cut off, they are"
+        " left out (both are counted), or they are an error.",
+    )
+    dataset_cache_dir: str | None = Field(
+        None,
+        description="Where tokenised rows are kept; default: ~/.cache/megatrain/tokens, or"
+        " megatrain/tokens in $XDG_CACHE_HOME.",
+    )
+    dataset_num_proc: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that tokenise; default: one for 4 MiB of files, up to 16 or the"
+        " number of cores.",
+    )
     packing: bool = Field(
         False,
         description="Fill rows with whole samples, best-fit, each kept apart from the others; batch"
