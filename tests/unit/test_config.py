@@ -54,7 +54,7 @@ def training_arguments() -> dict[str, Any]:
         ({"dtype": "float16"}, "dtype: "),
         ({"learning_rate": float("nan")}, "learning_rate: .*finite"),
         ({"learning_rate": "inf"}, "learning_rate: .*finite"),
-        ({"train_files": []}, "train_files: "),
+        ({"train_files": []}, "one of train_files, dataset, dataset_name is needed: there is none"),
         ({"frozen": [1]}, r"frozen\.0: "),
         ({"max_steps": 0}, "max_steps: give a positive number"),
         ({"max_steps": -3}, "max_steps: give a positive number"),

@@ -27,10 +27,8 @@ SYNONYMS = {
     "torch_dtype": "dtype",
     "tokenizer_config": "tokenizer_name",
     "tokenizer_name_or_path": "tokenizer_name",
-    "dataset": "train_files",
     "dataset_path": "train_files",
     "train_file": "train_files",
-    "eval_dataset": "eval_files",
     "eval_dataset_path": "eval_files",
     "validation_file": "eval_files",
     "val_set_size": "eval_split",
@@ -202,6 +200,16 @@ _refused("group_by_length", "rows are not grouped by length")
 _refused("label_names", "labels come from the columns of the format", [])
 _refused("debug", "there is no such debug mode", "", [])
 _refused("skip_memory_metrics", "memory is printed before training, not traced", True)
+_met("mix_strategy", "data sets without weights are put one after the other", "concat")
+_refused(
+    "interleave_probs",
+    "write weights beside the names: dataset or train_files: {NAME: 0.7, OTHER: 0.3}",
+)
+_refused(
+    "streaming dataset_streaming", "data is read once, in bounded memory, and kept on the disk"
+)
+_refused("max_samples", "take a share with weights, train_files: {PATH: WEIGHT, ...}")
+_refused("datasets", "use train_files, dataset or dataset_name")
 _refused("do_predict", "use megatrain eval afterwards")
 _refused(
     "padding_free pad_to_multiple_of",

@@ -13,6 +13,8 @@ from megatrain.config.groups.model import ModelKeys
 from megatrain.config.groups.optimizer import OptimizerKeys
 from megatrain.config.groups.run import RunKeys
 from megatrain.config.groups.steps import StepKeys
+from megatrain.data.hub import HubDataset
+from megatrain.data.sources import DataNames
 
 GROUPS: dict[str, type[Keys]] = {
     "Model": ModelKeys,
@@ -36,6 +38,14 @@ OWN_KEYS = frozenset(
         "frozen",
         "train_files",
         "eval_files",
+        "dataset",
+        "eval_dataset",
+        "dataset_dir",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "stopping_strategy",
         "eval_split",
         "dataset_format",
         "prompt_column",
@@ -72,12 +82,53 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
             "model": self.model_name_or_path,
             "gguf_file": self.gguf_file,
             "tokenizer": self.tokenizer_name,
-            "train_files": self.train_files,
-            "eval_files": self.eval_files,
+            "train": self.train_names(),
+            "held_out": self.eval_names(),
             "output_dir": self.output_dir,
             "overwrite": self.overwrite_output_dir,
             "resume": self.resume_from_checkpoint,
         }
+
+    def train_names(self) -> DataNames:
+        """Data to train on."""
+        return DataNames(
+            files=self.train_files,
+            registered=self.dataset,
+            registry_dir=self.dataset_dir,
+            hub=self._hub(self.dataset_train_split),
+        )
+
+    def eval_names(self) -> DataNames:
+        """Data to evaluate, if it is not a part of that to train on."""
+        return DataNames(
+            files=self.eval_files,
+            registered=self.eval_dataset,
+            registry_dir=self.dataset_dir,
+            hub=self._hub(self.dataset_test_split),
+        )
+
+    def _hub(self, split: str | None) -> HubDataset | None:
+        if self.dataset_name is None or split is None:
+            return None
+        return HubDataset(name=self.dataset_name, config=self.dataset_config, split=split)
+
+    @model_validator(mode="after")
+    def _names_its_data_once(self) -> "TrainConfig":
+        train = ("train_files", "dataset", "dataset_name")
+        named = [key for key in train if getattr(self, key)]
+        if len(named) != 1:
+            found = f"there is {' and '.join(named)}" if named else "there is none"
+            raise ValueError(f"one of {', '.join(train)} is needed: {found}")
+        held_out = ("eval_files", "eval_dataset", "eval_split", "dataset_test_split")
+        named = [key for key in held_out if getattr(self, key)]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} exclude each other")
+        if self.eval_steps is not None and not named:
+            raise ValueError(f"eval_steps needs one of {', '.join(held_out)}")
+        for key in ("dataset_config", "dataset_test_split"):
+            if getattr(self, key) is not None and self.dataset_name is None:
+                raise ValueError(f"{key} needs dataset_name")
+        return self
 
     @model_validator(mode="after")
     def _has_no_key_without_effect(self) -> "TrainConfig":
@@ -85,10 +136,6 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
             raise ValueError("attn_implementation stands in config_overrides too: keep one")
         if twice := set(self.add_tokens) & set(self.add_special_tokens):
             raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
-        if self.eval_files and self.eval_split:
-            raise ValueError("eval_files and eval_split exclude each other")
-        if self.eval_steps is not None and not (self.eval_files or self.eval_split):
-            raise ValueError("eval_steps needs eval_files or eval_split")
         if self.load_best_model_at_end:
             whole = self.eval_steps is not None and (self.save_steps / self.eval_steps).is_integer()
             if self.save_strategy != "steps" or not whole:

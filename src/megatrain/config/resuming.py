@@ -52,6 +52,13 @@ TOLD = frozenset(
         "tokenizer_name",
         "train_files",
         "eval_files",
+        "dataset",
+        "eval_dataset",
+        "dataset_dir",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
         "device",
         # The same rows a step, else another sum:
         "per_device_train_batch_size",

@@ -29,13 +29,16 @@ class Source:
 
     def records(self) -> Iterator[Record]:
         """All of them, in their order."""
-        if self.read is not None:
-            for number, value in enumerate(self.read()):
-                yield Record(value=value, place=f"{self.name}:row {number}")
+        for record in self._as_they_stand():
+            yield record if self.adapt is None else self.adapt(record)
+
+    def _as_they_stand(self) -> Iterator[Record]:
+        if self.read is None:
+            for file in self.files:
+                yield from read_records(file)
             return
-        for file in self.files:
-            for record in read_records(file):
-                yield record if self.adapt is None else self.adapt(record)
+        for number, value in enumerate(self.read()):
+            yield Record(value=value, place=f"{self.name}:row {number}")
 
 
 def files_source(name: str, files: Iterable[Path], weight: str | None = None) -> Source:

@@ -14,12 +14,36 @@ length, for each kind of attention that a model has."""
 class DataKeys(Keys):
     """Files, their format, supervision, order."""
 
-    train_files: list[str] = Field(
-        min_length=1,
+    train_files: list[str] | dict[str, float] = Field(
+        default_factory=list,
         description="Files, folders or globs: .jsonl, .json, .txt, .csv, .tsv (all of them also"
-        " as .gz, .bz2, .xz), .parquet, .arrow.",
+        " as .gz, .bz2, .xz), .parquet, .arrow. With weights, {PATH: 0.7, OTHER: 0.3}, a mixture.",
     )
     eval_files: list[str] = Field(default_factory=list, description="Held-out files.")
+    dataset: list[str] | dict[str, float] = Field(
+        default_factory=list,
+        description="Names in dataset_info.json, LLaMA-Factory's registry, instead of train_files;"
+        " with weights a mixture.",
+    )
+    eval_dataset: list[str] = Field(
+        default_factory=list, description="Names in the registry to hold out."
+    )
+    dataset_dir: str = Field("data", description="Folder of dataset_info.json and its files.")
+    dataset_name: str | None = Field(
+        None,
+        description="A dataset of the Hugging Face Hub, or its directory, instead of train_files;"
+        " needs the datasets package.",
+    )
+    dataset_config: str | None = Field(None, description="Config of dataset_name.")
+    dataset_train_split: str = Field("train", description="Split of dataset_name to train on.")
+    dataset_test_split: str | None = Field(
+        None, description="Split of dataset_name to hold out (TRL's default is test)."
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = Field(
+        "first_exhausted",
+        description="How long an epoch of a mixture is: until the first of its parts is used up, or"
+        " the last, the others then more than once.",
+    )
     eval_split: float = Field(
         0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
     )
