@@ -230,20 +230,22 @@ def test_without_the_package_a_name_is_one_error(
         trainer(dataset_name="openai/gsm8k")
 
 
+@pytest.mark.filterwarnings("default")  # the package's own
 def test_a_local_directory_through_the_real_package(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(workspace / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("datasets")
     folder = workspace / "set"
     folder.mkdir()
     (folder / "train.jsonl").write_text(Path("data/train.jsonl").read_text())
     (folder / "test.jsonl").write_text(Path("data/train.jsonl").read_text())
     made = trainer(dataset_name="set", dataset_test_split="test[:25%]", **PAIRS)
     assert (made.run.data.stats.rows, len(made.run.data.eval_rows)) == (24, 6)
-    plain = trainer(train_files=["data/train.jsonl"], **PAIRS)
+    plain = trainer(train_files=["data/train.jsonl"], **PAIRS, output_dir="plain")
     assert made.run.data.digest == plain.run.data.digest
     with pytest.raises(UserError, match=r"dataset set, split dev: .*dev"):
-        trainer(dataset_name="set", dataset_train_split="dev", **PAIRS)
+        trainer(dataset_name="set", dataset_train_split="dev", **PAIRS, output_dir="o")
     with pytest.raises(UserError, match="dataset nowhere/none, split train: "):
-        trainer(dataset_name="nowhere/none", **PAIRS)
+        trainer(dataset_name="nowhere/none", **PAIRS, output_dir="o")
