@@ -185,7 +185,7 @@ def _json_list(stream: BinaryIO, file: Path) -> Iterator[Record]:
     expected = f"make the file one list of objects, [{EXAMPLE}, ...]"
     several = f"{expected}, or name a file with an object on each line .jsonl"
     chunks = text_chunks(stream, file)
-    start = next(chunks)
+    start = next(chunks, "")
     while not start.strip() and (more := next(chunks, "")):
         start += more
     if not start.lstrip().startswith("["):

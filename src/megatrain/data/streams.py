@@ -37,7 +37,8 @@ def text_chunks(stream: BinaryIO, file: Path) -> Iterator[str]:
         more = stream.read(CHUNK_BYTES)
         content = rest + more
         stop = _whole_characters(content) if more else len(content)
-        yield decode(content[:stop], file, first_line=line, offset=offset)
+        if text := decode(content[:stop], file, first_line=line, offset=offset):
+            yield text
         if not more:
             return
         offset, line, rest = offset + stop, line + content.count(b"\n", 0, stop), content[stop:]
