@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 from megatrain.errors import UserError
 
 CHUNK_BYTES = 2**20
-PIECE_CHARACTERS = 2**22
-"""Of a text: about a million tokens, for which a tokenizer needs some hundred MB."""
+PIECE_CHARACTERS = 2**20
+"""Of a text: some 300,000 tokens, for which a tokenizer takes about 200 MB."""
 MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
