@@ -41,8 +41,8 @@ class DataKeys(Keys):
     )
     stopping_strategy: Literal["first_exhausted", "all_exhausted"] = Field(
         "first_exhausted",
-        description="How long an epoch of a mixture is: until the first of its parts is used up, or"
-        " the last, the others then more than once.",
+        description="An epoch of a mixture ends when the first of its parts has given as many rows"
+        " as it has, or when the last has, the others then more than once.",
     )
     eval_split: float = Field(
         0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
