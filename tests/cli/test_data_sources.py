@@ -92,6 +92,17 @@ def test_a_part_of_a_mixture_is_held_out(workspace: Path) -> None:
     assert max(drawn(made, 0)) < len(data.train_rows)
 
 
+def test_a_packed_mixture_trains(workspace: Path) -> None:
+    made = trainer(**MIXED, packing=True, per_device_train_batch_size=2, max_steps=6)
+    rows = [
+        row
+        for step in range(made.run.sampler.steps_in(1))
+        for row in made.run.sampler.take(made.run.data.train_rows, step)
+    ]
+    assert made.run.sampler.num_rows == 32 > len(rows)
+    made.train()
+
+
 def test_names_of_a_registry(registered: Path) -> None:
     made = trainer(dataset="numbers, talk", output_dir="o1")
     assert made.run.data.stats.rows == 72 and made.run.data.order is None

@@ -149,7 +149,7 @@ GOOD = {"file_name": "a.json"}
         ({"x": {"file_name": "none.json"}}, r"which names .*none\.json: no such file.*file_name"),
         ({"x": {"script_url": "a"}}, "script_url, from which nothing is read here"),
         ({"x": GOOD | {"ranking": True}}, "ranking: True: .*a preference"),
-        ({"x": GOOD | {"num_samples": 5}}, "num_samples: 5: .*weights"),
+        ({"x": GOOD | {"num_samples": 5}}, "num_samples: 5: .*a file of their own"),
         ({"x": GOOD | {"formating": "alpaca"}}, "'formating' in .*there is 'formatting'"),
         ({"x": GOOD | {"formatting": "chat"}}, "formatting: chat: no such formatting"),
         ({"x": GOOD | {"columns": {"promt": "q"}}}, "'promt' in .*columns: .*there is 'prompt'"),

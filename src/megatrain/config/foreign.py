@@ -208,7 +208,7 @@ _refused(
 _refused(
     "streaming dataset_streaming", "data is read once, in bounded memory, and kept on the disk"
 )
-_refused("max_samples", "take a share with weights, train_files: {PATH: WEIGHT, ...}")
+_refused("max_samples", "keep so many records in a file of their own")
 _refused("datasets", "use train_files, dataset or dataset_name")
 _refused("do_predict", "use megatrain eval afterwards")
 _refused(

@@ -116,8 +116,8 @@ class TokenCache:
             try:
                 known.parent.mkdir(parents=True, exist_ok=True)
                 _write_whole(known, json.dumps(digests))
-            except OSError as error:
-                self.complain(error)
+            except OSError:  # told when an entry is to be written, if one is
+                pass
         return digests
 
 

@@ -21,7 +21,7 @@ FILE = "dataset_info.json"
 HUB, ELSEWHERE = "hf_hub_url", ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 REFUSED = {
     "ranking": "pairs to rank train a preference, and here is none",
-    "num_samples": "take a share with weights, dataset: {NAME: WEIGHT, ...}",
+    "num_samples": "keep so many records in a file of their own",
 }
 KNOWN = {
     "file_name",
