@@ -203,3 +203,10 @@ def test_a_record_that_the_entry_does_not_fit(
     registry(tmp_path, {"x": GOOD | fields}, a=[record])
     with pytest.raises(UserError, match=message):
         load(tmp_path, "x")
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, float("inf")])
+def test_a_weight_that_is_none(weight: float, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match=r"a\.txt with a weight of .*: no share of a mixture"):
+        check_names(DataNames(files={str(tmp_path / "a.txt"): weight}))

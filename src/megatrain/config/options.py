@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatrain.config.groups.data import DataKeys
+from megatrain.config.groups.data import HELD_OUT, DataKeys
 from megatrain.config.groups.keys import Keys
 from megatrain.config.groups.model import ModelKeys
 from megatrain.config.groups.optimizer import OptimizerKeys
@@ -113,29 +113,13 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
         return HubDataset(name=self.dataset_name, config=self.dataset_config, split=split)
 
     @model_validator(mode="after")
-    def _names_its_data_once(self) -> "TrainConfig":
-        train = ("train_files", "dataset", "dataset_name")
-        named = [key for key in train if getattr(self, key)]
-        if len(named) != 1:
-            found = f"there is {' and '.join(named)}" if named else "there is none"
-            raise ValueError(f"one of {', '.join(train)} is needed: {found}")
-        held_out = ("eval_files", "eval_dataset", "eval_split", "dataset_test_split")
-        named = [key for key in held_out if getattr(self, key)]
-        if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} exclude each other")
-        if self.eval_steps is not None and not named:
-            raise ValueError(f"eval_steps needs one of {', '.join(held_out)}")
-        for key in ("dataset_config", "dataset_test_split"):
-            if getattr(self, key) is not None and self.dataset_name is None:
-                raise ValueError(f"{key} needs dataset_name")
-        return self
-
-    @model_validator(mode="after")
     def _has_no_key_without_effect(self) -> "TrainConfig":
         if self.attn_implementation is not None and "attn_implementation" in self.config_overrides:
             raise ValueError("attn_implementation stands in config_overrides too: keep one")
         if twice := set(self.add_tokens) & set(self.add_special_tokens):
             raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
+        if self.eval_steps is not None and not any(getattr(self, key) for key in HELD_OUT):
+            raise ValueError(f"eval_steps needs one of {', '.join(HELD_OUT)}")
         if self.load_best_model_at_end:
             whole = self.eval_steps is not None and (self.save_steps / self.eval_steps).is_integer()
             if self.save_strategy != "steps" or not whole:

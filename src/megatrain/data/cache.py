@@ -215,7 +215,10 @@ class Entry:
         except OSError:
             if not (self.folder / MANIFEST).is_file():  # else another run was first: the same rows
                 raise
-        _sync_folder(self.folder.parent)
+        try:
+            _sync_folder(self.folder.parent)
+        except OSError:  # an entry that a power cut loses is made again
+            pass
         return rows  # mapped: they stay, whatever becomes of the names
 
     def _check_unchanged(self) -> None:

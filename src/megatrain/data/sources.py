@@ -41,7 +41,9 @@ def check_names(names: DataNames) -> None:
     if names.hub is not None:
         check_hub(names.hub)
     elif names.registered:
-        Registry(names.registry_dir).check(list(names.registered))
+        Registry(names.registry_dir).check([name for name, _ in _weighted(names.registered)])
+    elif isinstance(names.files, Mapping):
+        find_files([name for name, _ in _weighted(names.files)])
     else:
         find_files(names.files)
 

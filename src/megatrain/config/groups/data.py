@@ -9,6 +9,9 @@ from megatrain.config.groups.keys import Keys, check_count_or_share
 LONGEST_PACKED_ROW = 8192
 """Tokens.  The mask that keeps samples apart has a byte for each pair of them: 64 MiB a row at this
 length, for each kind of attention that a model has."""
+TRAIN = ("train_files", "dataset", "dataset_name")
+HELD_OUT = ("eval_files", "eval_dataset", "eval_split", "dataset_test_split")
+"""Keys of which one says what is held out, if anything is."""
 
 
 class DataKeys(Keys):
@@ -101,6 +104,38 @@ class DataKeys(Keys):
                 " needs beside it: add_special_tokens)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _names_its_data_once(self) -> "DataKeys":
+        named = [key for key in TRAIN if getattr(self, key)]
+        if len(named) != 1:
+            found = f"there is {' and '.join(named)}" if named else "there is none"
+            raise ValueError(f"one of {', '.join(TRAIN)} is needed: {found}")
+        held_out = [key for key in HELD_OUT if getattr(self, key)]
+        if len(held_out) > 1:
+            raise ValueError(f"{' and '.join(held_out)} exclude each other")
+        return self
+
+    @model_validator(mode="after")
+    def _has_use_for_every_data_key(self) -> "DataKeys":
+        changed = {
+            name
+            for name, info in DataKeys.model_fields.items()
+            if getattr(self, name) != info.get_default(call_default_factory=True)
+        }
+        said = changed & {"dataset_format", "prompt_column", "completion_column"}
+        if self.dataset and said:
+            raise ValueError(f"{min(said)} is what dataset_info.json says of a dataset: remove it")
+        if self.dataset_name is None:
+            for key in ("dataset_config", "dataset_train_split", "dataset_test_split"):
+                if key in changed:
+                    raise ValueError(f"{key} needs dataset_name")
+        if "dataset_dir" in changed and not (self.dataset or self.eval_dataset):
+            raise ValueError("dataset_dir needs dataset or eval_dataset")
+        mixes = isinstance(self.train_files, dict) or isinstance(self.dataset, dict)
+        if "stopping_strategy" in changed and not mixes:
+            raise ValueError("stopping_strategy needs weights in train_files or dataset")
+        return self
 
     @model_validator(mode="after")
     def _packed_rows_have_room_for_their_mask(self) -> "DataKeys":
