@@ -16,7 +16,7 @@ from megatrain.config import read_config
 from megatrain.data import DataOptions
 from megatrain.data.files import find_files
 from megatrain.errors import UserError
-from megatrain.preflight import check_model, check_run, claim_file
+from megatrain.preflight import check_data, check_model, check_run, claim_file
 from megatrain.units import format_bytes, parse_bytes
 
 app = typer.Typer(
@@ -61,7 +61,7 @@ def preprocess_data(
     for notice in notices:
         typer.echo(f"note: {notice}", err=True)
     check_model(config.model_name_or_path, config.gguf_file)
-    find_files([*config.train_files, *config.eval_files])
+    check_data(config.train_names(), config.eval_names())
     from megatrain.trainer import preprocess
 
     console = Console(soft_wrap=True, highlight=False)

@@ -7,10 +7,9 @@ told at once.
 import os
 import re
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatrain.data.files import find_files
+from megatrain.data.sources import DataNames, check_names
 from megatrain.errors import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -26,8 +25,8 @@ def check_run(
     model: str,
     gguf_file: str | None = None,
     tokenizer: str | None,
-    train_files: Sequence[str],
-    eval_files: Sequence[str],
+    train: DataNames,
+    held_out: DataNames,
     output_dir: str,
     overwrite: bool,
     resume: bool | str | None = None,
@@ -41,14 +40,23 @@ def check_run(
     check_model(model, gguf_file)
     if tokenizer is not None:
         _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
-    find_files(train_files)
-    if eval_files:
-        find_files(eval_files)
+    check_data(train, held_out)
     folder, _ = find_gguf(model, gguf_file)
     output = Path(output_dir)
     check_output(output, model=Path(folder))
     if not overwrite:
         _check_earlier_run(output, resume)
+
+
+def check_data(train: DataNames, held_out: DataNames) -> None:
+    """Check that data is there, as far as that is known without loading it.
+
+    Raises:
+        UserError: for a file, a registered name or a package that is not.
+    """
+    check_names(train)
+    if held_out:
+        check_names(held_out)
 
 
 def find_gguf(model: str, gguf_file: str | None = None) -> tuple[str, str | None]:

@@ -232,7 +232,7 @@ def test_weights_are_looked_for_before_data_is_read(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
-    monkeypatch.setattr("megatrain.trainer.prepare.load_rows", never)
+    monkeypatch.setattr("megatrain.trainer.prepare.load_corpus", never)
     config, _ = make_config(GOOD | {"model_name_or_path": "models/shape"})
     with pytest.raises(UserError, match=r"no file model\.safetensors"):
         Trainer(config, quiet=True)

@@ -108,7 +108,7 @@ def test_what_is_not_there_is_one_error_before_anything_is_read_or_allocated(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
-    for name in ("load_rows", "load_blocks", "load_tokenizer"):
+    for name in ("load_corpus", "load_blocks", "load_tokenizer"):
         monkeypatch.setattr(f"megatrain.trainer.prepare.{name}", never)
     values = GOOD | {"model_name_or_path": NAME, "cache_dir": str(cache)} | keys
     config, _ = make_config(values)
@@ -130,7 +130,7 @@ def test_a_cache_without_the_weights_is_told_before_data_is_read(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
-    monkeypatch.setattr("megatrain.trainer.prepare.load_rows", never)
+    monkeypatch.setattr("megatrain.trainer.prepare.load_corpus", never)
     config, _ = make_config(GOOD | {"model_name_or_path": NAME, "cache_dir": str(cache)})
     with pytest.raises(UserError, match=r"no file model\.safetensors"):
         Trainer(config, quiet=True)

@@ -392,3 +392,25 @@ def test_prompt_and_completion_give_the_ids_of_their_sum(tmp_path: Path) -> None
         assert pieces(row, tokenizer) == [learnt]
         everything = load_rows(path, tokenizer, DataOptions(completion_only_loss=False))[0]
         assert everything.weights.all()
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([*CHAT, turn("system", "late")], r"role 'system' after the role 'assistant' \(message 5"),
+        ([turn("tool", "3"), *CHAT], r"role 'tool' at the beginning \(message 0"),
+        ([turn("user", "a"), turn("tool", "3")], "'tool' after the role 'user'.*assistant's or"),
+        ([turn("user", "a"), turn("developer", "b"), turn("assistant", "c")], "before all others"),
+    ],
+)
+def test_roles_out_of_order_are_named(messages: list[Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        chat_row(merging_tokenizer(CHATML), messages, "a.jsonl:1", assistant_only=True)
+
+
+def test_two_turns_of_one_speaker_are_the_templates_matter() -> None:
+    twice = [turn("user", "a"), turn("user", "b"), turn("assistant", "c"), turn("assistant", "d")]
+    row = chat_row(merging_tokenizer(CHATML), twice, "", assistant_only=True)
+    assert row.weights.any()
+    with pytest.raises(UserError, match="roles must alternate"):
+        chat_row(merging_tokenizer(STRICT), twice, "", assistant_only=True)

@@ -97,6 +97,7 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
         truncated=2,
         skipped=2,
         empty=1,
+        largest_token=END,
     )
 
 

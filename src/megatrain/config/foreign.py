@@ -27,13 +27,15 @@ SYNONYMS = {
     "torch_dtype": "dtype",
     "tokenizer_config": "tokenizer_name",
     "tokenizer_name_or_path": "tokenizer_name",
-    "dataset": "train_files",
     "dataset_path": "train_files",
     "train_file": "train_files",
-    "eval_dataset": "eval_files",
     "eval_dataset_path": "eval_files",
     "validation_file": "eval_files",
     "val_set_size": "eval_split",
+    "preprocessing_num_workers": "dataset_num_proc",
+    "dataset_processes": "dataset_num_proc",
+    "tokenized_path": "dataset_cache_dir",
+    "dataset_prepared_path": "dataset_cache_dir",
     "chat_template_jinja": "chat_template_path",
     "revision_of_model": "model_revision",
     "overrides_of_model_config": "config_overrides",
@@ -127,11 +129,11 @@ _met(
 )
 _met(
     "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers"
-    " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order"
-    " dataset_num_proc",
+    " dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order",
     "rows are tokenised before the first step; no loader runs beside training",
 )
 _met("remove_unused_columns", "only the columns that a format needs are read")
+_met("overwrite_cache", "tokenised rows are found by content, so that none is ever stale")
 _met("shuffle_dataset", "shuffle permutes the rows in each epoch")
 _met("train_sampling_strategy", "shuffle: false is the sequential order", "random")
 _met("length_column_name", "rows are not grouped by length")
@@ -198,6 +200,16 @@ _refused("group_by_length", "rows are not grouped by length")
 _refused("label_names", "labels come from the columns of the format", [])
 _refused("debug", "there is no such debug mode", "", [])
 _refused("skip_memory_metrics", "memory is printed before training, not traced", True)
+_met("mix_strategy", "data sets without weights are put one after the other", "concat")
+_refused(
+    "interleave_probs",
+    "write weights beside the names: dataset or train_files: {NAME: 0.7, OTHER: 0.3}",
+)
+_refused(
+    "streaming dataset_streaming", "data is read once, in bounded memory, and kept on the disk"
+)
+_refused("max_samples", "keep so many records in a file of their own")
+_refused("datasets", "use train_files, dataset or dataset_name")
 _refused("do_predict", "use megatrain eval afterwards")
 _refused(
     "padding_free pad_to_multiple_of",

@@ -7,12 +7,14 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatrain.config.groups.data import DataKeys
+from megatrain.config.groups.data import HELD_OUT, DataKeys
 from megatrain.config.groups.keys import Keys
 from megatrain.config.groups.model import ModelKeys
 from megatrain.config.groups.optimizer import OptimizerKeys
 from megatrain.config.groups.run import RunKeys
 from megatrain.config.groups.steps import StepKeys
+from megatrain.data.hub import HubDataset
+from megatrain.data.sources import DataNames
 
 GROUPS: dict[str, type[Keys]] = {
     "Model": ModelKeys,
@@ -36,10 +38,20 @@ OWN_KEYS = frozenset(
         "frozen",
         "train_files",
         "eval_files",
+        "dataset",
+        "eval_dataset",
+        "dataset_dir",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
+        "stopping_strategy",
         "eval_split",
         "dataset_format",
         "prompt_column",
         "completion_column",
+        "excess_length_strategy",
+        "dataset_cache_dir",
         "shuffle",
         "micro_batch_tokens",
         "gradient_dtype",
@@ -70,12 +82,35 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
             "model": self.model_name_or_path,
             "gguf_file": self.gguf_file,
             "tokenizer": self.tokenizer_name,
-            "train_files": self.train_files,
-            "eval_files": self.eval_files,
+            "train": self.train_names(),
+            "held_out": self.eval_names(),
             "output_dir": self.output_dir,
             "overwrite": self.overwrite_output_dir,
             "resume": self.resume_from_checkpoint,
         }
+
+    def train_names(self) -> DataNames:
+        """Data to train on."""
+        return DataNames(
+            files=self.train_files,
+            registered=self.dataset,
+            registry_dir=self.dataset_dir,
+            hub=self._hub(self.dataset_train_split),
+        )
+
+    def eval_names(self) -> DataNames:
+        """Data to evaluate, if it is not a part of that to train on."""
+        return DataNames(
+            files=self.eval_files,
+            registered=self.eval_dataset,
+            registry_dir=self.dataset_dir,
+            hub=self._hub(self.dataset_test_split),
+        )
+
+    def _hub(self, split: str | None) -> HubDataset | None:
+        if self.dataset_name is None or split is None:
+            return None
+        return HubDataset(name=self.dataset_name, config=self.dataset_config, split=split)
 
     @model_validator(mode="after")
     def _has_no_key_without_effect(self) -> "TrainConfig":
@@ -83,10 +118,8 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
             raise ValueError("attn_implementation stands in config_overrides too: keep one")
         if twice := set(self.add_tokens) & set(self.add_special_tokens):
             raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
-        if self.eval_files and self.eval_split:
-            raise ValueError("eval_files and eval_split exclude each other")
-        if self.eval_steps is not None and not (self.eval_files or self.eval_split):
-            raise ValueError("eval_steps needs eval_files or eval_split")
+        if self.eval_steps is not None and not any(getattr(self, key) for key in HELD_OUT):
+            raise ValueError(f"eval_steps needs one of {', '.join(HELD_OUT)}")
         if self.load_best_model_at_end:
             whole = self.eval_steps is not None and (self.save_steps / self.eval_steps).is_integer()
             if self.save_strategy != "steps" or not whole:

@@ -19,8 +19,10 @@ from megatrain.errors import UserError
 
 SIZES = ("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
 """Keys whose value may be a plain number of bytes."""
-TOKENS = ("add_tokens", "add_special_tokens")
+WITH_COMMAS = ("add_tokens", "add_special_tokens", "dataset", "eval_dataset")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""
+WITH_WEIGHTS = ("train_files", "dataset")
+"""Keys whose value may be names with weights."""
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -203,17 +205,14 @@ def _describe(item: Any) -> str:
 def _fit_type(name: str, value: Any) -> Any:
     """YAML reads 1 where a float is meant and `1e-5` as text; one file may stand for a list."""
     annotation = TrainConfig.model_fields[name].annotation
-    if annotation is float and isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if name in TOKENS and isinstance(value, str):
-        return [token.strip() for token in value.split(",")]
-    if annotation == list[str] and isinstance(value, str):
+    if annotation is float:
+        return _float(value)
+    if name in WITH_COMMAS and isinstance(value, str):
+        return [each.strip() for each in value.split(",")]
+    if isinstance(value, str) and (annotation == list[str] or name in WITH_WEIGHTS):
         return [value]
+    if name in WITH_WEIGHTS and isinstance(value, dict):
+        return {key: _float(weight) for key, weight in value.items()}
     if annotation == dict[str, Any]:
         return _numbers(_pairs(value) if isinstance(value, str) else value)
     if name == "report_to":
@@ -224,6 +223,16 @@ def _fit_type(name: str, value: Any) -> Any:
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value
+
+
+def _float(value: Any) -> Any:
+    """The number that is meant; what is none is left."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return float(value) if type(value) is int else value
 
 
 def _numbers(value: Any) -> Any:

@@ -13,6 +13,8 @@ from megatrain.config.options import TrainConfig
 FREE = frozenset(
     {
         "cache_dir",
+        "dataset_cache_dir",
+        "dataset_num_proc",
         "model_init",  # weights come from the checkpoint
         "dtype",  # what auto means is compared instead
         "per_device_eval_batch_size",
@@ -50,6 +52,13 @@ TOLD = frozenset(
         "tokenizer_name",
         "train_files",
         "eval_files",
+        "dataset",
+        "eval_dataset",
+        "dataset_dir",
+        "dataset_name",
+        "dataset_config",
+        "dataset_train_split",
+        "dataset_test_split",
         "device",
         # The same rows a step, else another sum:
         "per_device_train_batch_size",

@@ -1,10 +1,14 @@
 """Rows in, token rows out: files, formats, supervision, order."""
 
+from megatrain.data.cache import TokenCache, default_cache_dir
+from megatrain.data.corpus import Corpus, load_corpus
 from megatrain.data.dataset import load_rows
 from megatrain.data.formats import DataOptions
+from megatrain.data.mixture import MixtureOrder
 from megatrain.data.packing import PackedSampler
 from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
+from megatrain.data.sources import DataNames, find_sources
 from megatrain.data.tokenizer import (
     extend_tokenizer,
     load_tokenizer,
@@ -17,14 +21,21 @@ Sampler = StepSampler | PackedSampler
 
 __all__ = [
     "ChosenRows",
+    "Corpus",
+    "DataNames",
     "DataOptions",
     "DatasetStats",
+    "MixtureOrder",
     "PackedSampler",
     "Row",
     "Sampler",
     "StepSampler",
+    "TokenCache",
     "TokenizedRows",
+    "default_cache_dir",
     "extend_tokenizer",
+    "find_sources",
+    "load_corpus",
     "load_rows",
     "load_tokenizer",
     "num_token_ids",

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.data.roles import check_order
 from megatrain.data.rows import Row
 from megatrain.data.supervision import common_prefix, text_row, token_ids
 from megatrain.data.tokenizer import Tokenizer
@@ -61,6 +62,7 @@ def chat_row(
             a way that the assistant's cannot be told from the rest.
     """
     check_messages(messages, place)
+    check_order(messages, place)
     if not tokenizer.chat_template:
         raise UserError(
             asked=f"chat messages at {place}",

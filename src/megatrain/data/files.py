@@ -1,8 +1,9 @@
 """Records out of files, each with the place that it came from.
 
 Promise: whatever cannot be read names its file and line and what was expected there.  Lines of
-.jsonl and .csv and batches of .parquet and .arrow are read one after the other; .json and .txt
-files are held in memory one at a time.  What is compressed is decompressed on the way.
+.jsonl and .csv, items of .json, pieces of .txt and batches of .parquet and .arrow are read one
+after the other, so that a file may be larger than memory.  What is compressed is decompressed on
+the way.
 """
 
 import bz2
@@ -12,11 +13,13 @@ import gzip
 import json
 import lzma
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatrain.data.streams import JsonItems, decode, text_chunks, text_pieces
 from megatrain.data.tables import TABLES, read_table
 from megatrain.errors import UserError
 
@@ -28,8 +31,6 @@ COMPRESSIONS: dict[str, Callable[[Path], Any]] = {
 """What opens a compressed file, by the last part of its name."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".json", ".txt", *DELIMITERS, *TABLES)
-BYTE_ORDER_MARK = "\ufeff"
-UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 EXAMPLE = '{"text": "..."}'
 
 
@@ -40,9 +41,12 @@ class Record:
     value: dict[str, Any]
     place: str
     """file:line, or file:item."""
+    begins: bool = True
+    """Not so if it is a later piece of a long text; and likewise:"""
+    ends: bool = True
 
 
-def find_files(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
     """Files of paths, folders and globs: in the order given, sorted within a folder or glob.
 
     A folder gives its own files of the known kinds, not those of folders inside it; `**` in a glob
@@ -88,7 +92,7 @@ def _matches(path: str) -> list[Path]:
             matches = [Path(match) for match in sorted(glob.glob(path, recursive=True))]
         matches = [match for match in matches if match.is_file()]
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if not matches:
         raise UserError(
             asked=f"data from {path}",
@@ -99,7 +103,7 @@ def _matches(path: str) -> list[Path]:
 
 
 def read_records(file: Path) -> Iterator[Record]:
-    """Records of one file; a .txt file is one record with a `text`.
+    """Records of one file; a .txt file is one record with a `text`, a long one several pieces.
 
     Blank lines of a .jsonl or .csv file are passed over; every value of a .csv file is text.
 
@@ -117,10 +121,12 @@ def read_records(file: Path) -> Iterator[Record]:
                 yield from _json_lines(stream, file)
             elif kind in DELIMITERS:
                 yield from _delimited(stream, file, DELIMITERS[kind])
+            elif kind == ".txt":
+                yield from _text(stream, file)
             else:
-                yield from _whole(stream.read(), file, kind)
+                yield from _json_list(stream, file)
     except (OSError, EOFError, lzma.LZMAError) as error:
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
 
 
 def _open(file: Path) -> BinaryIO:
@@ -132,18 +138,18 @@ def _plain(file: Path) -> BinaryIO:
     return file.open("rb")
 
 
-def _whole(content: bytes, file: Path, kind: str) -> Iterator[Record]:
-    text = _decode(content, file, first_line=1, offset=0)
-    if kind == ".txt":
-        yield Record(value={"text": text}, place=str(file))
-    else:
-        yield from _json_list(text, file)
+def _text(stream: BinaryIO, file: Path) -> Iterator[Record]:
+    line = 1
+    for number, (piece, last) in enumerate(text_pieces(text_chunks(stream, file))):
+        place = f"{file}:{line}" if number or not last else str(file)
+        yield Record(value={"text": piece}, place=place, begins=not number, ends=last)
+        line += piece.count("\n")
 
 
 def _lines(stream: BinaryIO, file: Path) -> Iterator[str]:
     offset = 0
     for number, raw in enumerate(stream, start=1):
-        yield _decode(raw, file, first_line=number, offset=offset)
+        yield decode(raw, file, first_line=number, offset=offset)
         offset += len(raw)
 
 
@@ -175,32 +181,23 @@ def _delimited(stream: BinaryIO, file: Path, delimiter: str) -> Iterator[Record]
         ) from error
 
 
-def _json_list(text: str, file: Path) -> Iterator[Record]:
+def _json_list(stream: BinaryIO, file: Path) -> Iterator[Record]:
     expected = f"make the file one list of objects, [{EXAMPLE}, ...]"
     several = f"{expected}, or name a file with an object on each line .jsonl"
-    items = _parse(text, str(file), several)
-    if not isinstance(items, list):
+    chunks = text_chunks(stream, file)
+    start = next(chunks, "")
+    while not start.strip() and (more := next(chunks, "")):
+        start += more
+    if not start.lstrip().startswith("["):
+        value = _parse("".join([start, *chunks]), str(file), several)
         raise UserError(
-            asked=f"data from {file}", found=f"a JSON {type(items).__name__}", change=several
+            asked=f"data from {file}", found=f"a JSON {type(value).__name__}", change=several
         )
-    for number, item in enumerate(items):
-        yield _record(item, f"{file}:item {number}")
-
-
-def _decode(content: bytes, file: Path, *, first_line: int, offset: int) -> str:
-    """Text of bytes that begin at `offset` of the file, on line `first_line`."""
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = first_line + content.count(b"\n", 0, error.start)
-        wide = not offset and content.startswith(UTF16_MARKS)
-        raise UserError(
-            asked=f"data from {file}:{line}",
-            found=f"bytes that are not UTF-8 at offset {offset + error.start}"
-            + (" (the file is UTF-16)" if wide else ""),
-            change="convert the file to UTF-8",
-        ) from error
-    return text if offset else text.removeprefix(BYTE_ORDER_MARK)
+    for number, (item, text) in enumerate(JsonItems(chain([start], chunks), file, several)):
+        place = f"{file}:item {number}"
+        if "\\u" in text.lower():
+            _check_surrogates(item, place)
+        yield _record(item, place)
 
 
 def _parse(text: str, place: str, expected: str) -> Any:
@@ -244,7 +241,7 @@ def _record(item: Any, place: str) -> Record:
     return Record(value=item, place=place)
 
 
-def _unreadable(path: str | Path, error: Exception) -> UserError:
+def unreadable(path: str | Path, error: Exception) -> UserError:
     if isinstance(error, OSError) and error.strerror is not None:
         return UserError(asked=f"data from {path}", found=error.strerror, change="make it readable")
     return UserError(

@@ -26,13 +26,18 @@ from megatrain.errors import UserError
 
 FORMATS = ("text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens")
 
+EXCESS_LENGTH = ("truncate", "drop", "error")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """How records become rows."""
 
     max_length: int = 1024
-    """Tokens per row; longer rows are cut at the end, texts are cut into several rows."""
+    """Tokens per row; texts are cut into several rows."""
+    excess_length_strategy: str = "truncate"
+    """What becomes of longer rows, one of `EXCESS_LENGTH`: cut at the end, left out, or an error;
+    the name is Axolotl's."""
     format: str = "auto"
     """auto, or one of `FORMATS`."""
     prompt_column: str = "prompt"
@@ -65,6 +70,12 @@ def check_options(options: DataOptions) -> None:
             found="no such format" + (f" (there is '{near[0]}')" if near else ""),
             change=f"use auto or one of {', '.join(FORMATS)}",
         )
+    if options.excess_length_strategy not in EXCESS_LENGTH:
+        raise UserError(
+            asked=f"excess_length_strategy: {options.excess_length_strategy}",
+            found="no such strategy",
+            change=f"use one of {', '.join(EXCESS_LENGTH)}",
+        )
     if options.max_length < 2:
         raise UserError(
             asked=f"rows of at most {options.max_length} tokens",
@@ -79,14 +90,9 @@ def check_options(options: DataOptions) -> None:
         )
 
 
-def detect_format(record: Record, options: DataOptions) -> str:
-    """The format whose columns the record has; the richest that it has them all of.
-
-    Raises:
-        UserError: naming the record's columns and the nearest wanted one.
-    """
-    columns = set(record.value)
-    wanted = {
+def columns_of(options: DataOptions) -> dict[str, set[str]]:
+    """The columns that a record of each format has, the richest format first."""
+    return {
         "messages": {"messages"},
         "sharegpt": {"conversations"},
         "prompt_completion": {options.prompt_column, options.completion_column},
@@ -94,6 +100,33 @@ def detect_format(record: Record, options: DataOptions) -> str:
         "tokens": {"input_ids"},
         "text": {"text"},
     }
+
+
+def check_same_format(record: Record, chosen: str, options: DataOptions) -> None:
+    """Refuse a record of another format than the first one's, when that one was detected.
+
+    Raises:
+        UserError: naming both formats.  A column that is merely missing is told by `record_rows`.
+    """
+    wanted, columns = columns_of(options), set(record.value)
+    other = next((name for name, needed in wanted.items() if needed <= columns), None)
+    if other is not None and not wanted[chosen] <= columns:
+        raise UserError(
+            asked=f"{record.place} as {chosen}, the format of the first record",
+            found=f"a record of the format {other}",
+            change="keep one format, or set train_files to a mixture, {FILE: 1, OTHER: 1}, in which"
+            " each has its own",
+        )
+
+
+def detect_format(record: Record, options: DataOptions) -> str:
+    """The format whose columns the record has; the richest that it has them all of.
+
+    Raises:
+        UserError: naming the record's columns and the nearest wanted one.
+    """
+    columns = set(record.value)
+    wanted = columns_of(options)
     for name, needed in wanted.items():
         if needed <= columns:
             return name
@@ -137,6 +170,8 @@ def record_rows(
             _column(record, "text", str),
             max_length=options.max_length,
             end_of_sequence=options.text_end_of_sequence,
+            begins=record.begins,
+            ends=record.ends,
         )
 
 

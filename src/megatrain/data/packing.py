@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.data.rows import Row
-from megatrain.data.sampler import check_steps, epoch_order
+from megatrain.data.sampler import Order, check_steps, epoch_order
 
 WINDOW = 4096
 """Samples that are packed among themselves.  A part of the run's identity: another number makes
@@ -78,6 +78,7 @@ class PackedSampler:
         capacity: tokens that a row holds.
         seed: key of the order; each epoch has an order of its own.
         shuffle: whether to permute at all.
+        order: which samples an epoch takes; None: all, permuted by the seed.
 
     Raises:
         UserError: for no samples, steps without rows, or a negative seed.
@@ -91,11 +92,15 @@ class PackedSampler:
         capacity: int,
         seed: int,
         shuffle: bool,
+        order: Order | None = None,
     ) -> None:
         check_steps(len(lengths), rows_per_step, seed=seed)
-        self.num_rows, self.rows_per_step = len(lengths), rows_per_step
+        self.num_rows = len(lengths if order is None else order)
+        self.rows_per_step = rows_per_step
         """Samples, and packed rows of a step."""
-        self.capacity, self._lengths, self._seed, self._shuffle = capacity, lengths, seed, shuffle
+        self.capacity, self._lengths = capacity, lengths
+        self._mixes = order is not None
+        self._order = order or (lambda epoch: epoch_order(len(lengths), seed, epoch, shuffle))
         self._ends: list[int] = []
         """Steps up to the end of each epoch that was looked at."""
         self._rows_of = lru_cache(maxsize=2)(self._pack)
@@ -103,6 +108,8 @@ class PackedSampler:
     @property
     def longest(self) -> int:
         """No row has more tokens."""
+        if self._mixes:  # a sample may come more than once
+            return self.capacity
         return min(self.capacity, int(self._lengths.sum()))
 
     def _pack(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -110,7 +117,7 @@ class PackedSampler:
 
         A row stands where its longest sample stood, so that rows are shuffled as samples are.
         """
-        order = epoch_order(self.num_rows, self._seed, epoch, self._shuffle)
+        order = self._order(epoch)
         numbers, counts = [], list[int]()
         for start in range(0, len(order), WINDOW):
             window = order[start : start + WINDOW]
@@ -169,7 +176,7 @@ class PackedSampler:
     def in_words(self) -> str:
         """One line for a person: what packing gains, in the first epoch."""
         rows = self._num_rows(0)
-        filled = int(self._lengths.sum()) / (rows * self.capacity)
+        filled = int(self._lengths[self._order(0)].sum()) / (rows * self.capacity)
         return (
             f"packed: {self.num_rows:,} samples in {rows:,} rows of up to"
             f" {self.capacity:,} tokens, {filled:.1%} filled"

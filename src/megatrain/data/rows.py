@@ -5,8 +5,8 @@ token.  The three arrays may as well be memory-mapped files.
 """
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, overload
 
 import numpy as np
@@ -46,13 +46,45 @@ class DatasetStats:
     """Records with nothing to learn: no token, or none supervised after truncation."""
     empty: int
     """Those of the skipped that have fewer than two tokens, so that none has a predecessor."""
+    dropped: int = 0
+    """Rows that were longer than max_length and left out for it."""
+    largest_token: int = 0
+    """Of every row, kept or not."""
 
     def in_words(self) -> str:
         """One line for a person."""
+        dropped = f" {self.dropped} rows dropped as longer," if self.dropped else ""
         return (
             f"{self.rows} rows, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised,"
-            f" {self.truncated} rows cut at max_length, {self.skipped} records skipped"
+            f" {self.truncated} rows cut at max_length,{dropped} {self.skipped} records skipped"
         )
+
+    @classmethod
+    def total(cls, parts: Iterable["DatasetStats"]) -> "DatasetStats":
+        """Of several data sets, or parts of one."""
+        parts = list(parts)
+        largest = ("longest", "largest_token")
+        return cls(
+            **{
+                field.name: max((getattr(part, field.name) for part in parts), default=0)
+                if field.name in largest
+                else sum(getattr(part, field.name) for part in parts)
+                for field in fields(cls)
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChunk:
+    """The rows of a few records, one after the other."""
+
+    input_ids: npt.NDArray[np.int32]
+    """(N,)"""
+    weights: npt.NDArray[np.float32]
+    """(N,)"""
+    lengths: npt.NDArray[np.int64]
+    """(rows,) tokens of each row; they sum to N."""
+    stats: DatasetStats
 
 
 class TokenizedRows(Sequence[Row]):
@@ -63,6 +95,7 @@ class TokenizedRows(Sequence[Row]):
         weights: (N,) float32, beside each token.
         offsets: (rows + 1,) int64, where each row begins; the last is N.
         stats: counts of the data set.
+        digest: of the arrays, if it is known; else it is computed when asked for.
     """
 
     def __init__(
@@ -72,9 +105,11 @@ class TokenizedRows(Sequence[Row]):
         weights: npt.NDArray[np.float32],
         offsets: npt.NDArray[np.int64],
         stats: DatasetStats,
+        digest: str | None = None,
     ) -> None:
         assert len(input_ids) == len(weights) == offsets[-1]
         self._ids, self._weights, self._offsets = input_ids, weights, offsets
+        self._digest = digest
         self.stats = stats
 
     @property
@@ -84,12 +119,14 @@ class TokenizedRows(Sequence[Row]):
 
     @property
     def digest(self) -> str:
-        """xxh3_128 of every token and weight, in order."""
-        found = xxhash.xxh3_128()
-        for part in (self._ids, self._weights, self._offsets):
-            data: Any = np.ascontiguousarray(part).view(np.uint8)
-            found.update(data)
-        return str(found.hexdigest())
+        """xxh3_128 of every token and weight, in order; the same wherever the arrays lie."""
+        if self._digest is None:
+            found = xxhash.xxh3_128()
+            for part in (self._ids, self._weights, self._offsets):
+                data: Any = np.ascontiguousarray(part).view(np.uint8)
+                found.update(data)
+            self._digest = str(found.hexdigest())
+        return self._digest
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -134,54 +171,63 @@ class ChosenRows(Sequence[Row]):
 
 
 class RowCollector:
-    """Takes rows one by one into flat arrays, so that a row object lives only for a moment."""
+    """Takes rows one by one into flat arrays, so that a row object lives only for a moment.
 
-    def __init__(self, *, max_length: int) -> None:
-        self._max_length = max_length
-        self._ids, self._weights, self._offsets = array("i"), array("f"), array("q", [0])
-        self._records = self._truncated = self._skipped = self._empty = 0
-        self._supervised = 0
+    Args:
+        max_length: tokens to which a row is cut.
+        drop_longer: leave a longer row out instead.
+    """
+
+    def __init__(self, *, max_length: int, drop_longer: bool = False) -> None:
+        self._max_length, self._drop_longer = max_length, drop_longer
+        self._ids, self._weights, self._lengths = array("i"), array("f"), array("q")
+        self._records = self._truncated = self._dropped = self._skipped = self._empty = 0
+        self._supervised = self._largest_token = 0
         self.longest = 0
         """Tokens of the longest row kept so far."""
 
     def add_record(self, rows: Sequence[Row]) -> None:
-        """Cut the rows of one record at max_length; keep those that supervise anything."""
+        """Take the rows of one record; keep those that supervise anything."""
         self._records += 1
+        dropped = self._dropped
         kept = [self._add(row) for row in rows]
-        self._skipped += not any(kept)
+        self._skipped += not any(kept) and self._dropped == dropped
         self._empty += all(len(row.input_ids) < 2 for row in rows)
 
     def _add(self, row: Row) -> bool:
-        self._truncated += len(row.input_ids) > self._max_length
+        self._largest_token = max(self._largest_token, int(row.input_ids.max(initial=0)))
+        if len(row.input_ids) > self._max_length:
+            if self._drop_longer:
+                self._dropped += 1
+                return False
+            self._truncated += 1
         ids, weights = row.input_ids[: self._max_length], row.weights[: self._max_length]
         supervised = int(np.count_nonzero(weights[1:]))
         if not supervised:
             return False
         self._ids.frombytes(ids.astype(np.int32).tobytes())
         self._weights.frombytes(weights.astype(np.float32).tobytes())
-        self._offsets.append(len(self._ids))
+        self._lengths.append(len(ids))
         self._supervised += supervised
         self.longest = max(self.longest, len(ids))
         return True
 
-    def stats(self) -> DatasetStats:
-        """Counts so far."""
-        return DatasetStats(
-            records=self._records,
-            rows=len(self._offsets) - 1,
-            tokens=len(self._ids),
-            supervised_tokens=self._supervised,
-            longest=self.longest,
-            truncated=self._truncated,
-            skipped=self._skipped,
-            empty=self._empty,
-        )
-
-    def finish(self) -> TokenizedRows:
-        """The rows, at least one of them; the memory is handed over, not copied."""
-        return TokenizedRows(
-            input_ids=np.frombuffer(self._ids, dtype=np.int32),
-            weights=np.frombuffer(self._weights, dtype=np.float32),
-            offsets=np.frombuffer(self._offsets, dtype=np.int64),
-            stats=self.stats(),
+    def chunk(self) -> RowChunk:
+        """What was taken; the memory is handed over, not copied."""
+        return RowChunk(
+            input_ids=np.asarray(self._ids, dtype=np.int32),
+            weights=np.asarray(self._weights, dtype=np.float32),
+            lengths=np.asarray(self._lengths, dtype=np.int64),
+            stats=DatasetStats(
+                records=self._records,
+                rows=len(self._lengths),
+                tokens=len(self._ids),
+                supervised_tokens=self._supervised,
+                longest=self.longest,
+                truncated=self._truncated,
+                skipped=self._skipped,
+                empty=self._empty,
+                dropped=self._dropped,
+                largest_token=self._largest_token,
+            ),
         )

@@ -6,6 +6,7 @@ Price: an epoch's order is 8 bytes a row; the orders of two epochs are kept.
 import math
 from collections.abc import Sequence, Sized
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,26 @@ HELD_OUT_KEY = 2**32
 """Stands where the epoch stands in the key of an order; no epoch reaches it."""
 
 
+class Order(Protocol):
+    """Which rows an epoch takes, as many in each."""
+
+    def __len__(self) -> int:
+        """Rows of an epoch."""
+
+    def __call__(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Their numbers, in order: a pure function of the epoch."""
+
+
 class StepSampler:
     """Rows of each optimizer step, epoch after epoch; an epoch's last step may be short.
 
     Args:
-        num_rows: rows of the dataset.
+        num_rows: rows of an epoch.
         rows_per_step: batch size times accumulation steps.
         seed: key of the order; each epoch has an order of its own.
         shuffle: whether to permute at all.
         drop_last: leave an epoch's last step out if it is short.
+        order: which rows an epoch takes, `num_rows` of them; None: all, permuted by the seed.
 
     Raises:
         UserError: for no rows, steps without rows, or a negative seed.
@@ -39,13 +51,14 @@ class StepSampler:
         seed: int,
         shuffle: bool,
         drop_last: bool = False,
+        order: Order | None = None,
     ) -> None:
         check_steps(num_rows, rows_per_step, seed=seed, least=rows_per_step if drop_last else 1)
         self.num_rows, self.rows_per_step = num_rows, rows_per_step
         full, rest = divmod(num_rows, rows_per_step)
         self.steps_per_epoch = full if drop_last or not rest else full + 1
         self._order = lru_cache(maxsize=2)(
-            lambda epoch: epoch_order(num_rows, seed, epoch, shuffle)
+            order or (lambda epoch: epoch_order(num_rows, seed, epoch, shuffle))
         )
 
     def row_indices(self, step: int) -> list[int]:
@@ -130,5 +143,9 @@ def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool) -> npt.NDAr
     """The numbers of all rows, in the order of an epoch."""
     if not shuffle:
         return np.arange(num_rows)
-    key = np.random.SeedSequence([seed, epoch])
-    return np.random.Generator(np.random.Philox(key)).permutation(num_rows)
+    return permutation(num_rows, [seed, epoch])
+
+
+def permutation(count: int, key: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The numbers below `count` in an order that is a pure function of the key."""
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key))).permutation(count)

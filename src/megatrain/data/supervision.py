@@ -19,22 +19,40 @@ def text_row(ids: Sequence[int]) -> Row:
 
 
 def document_rows(
-    tokenizer: Tokenizer, text: str, *, max_length: int, end_of_sequence: bool
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    max_length: int,
+    end_of_sequence: bool,
+    begins: bool = True,
+    ends: bool = True,
 ) -> Iterator[Row]:
     """A document, with its end-of-sequence token if wanted, cut into rows of `max_length` tokens.
 
     A last row of one token would have nothing to be predicted from: it begins one token earlier.
-    An empty document gives no row.
+    An empty document gives no row.  Of a piece that does not begin or end the document, the tokens
+    that the tokenizer puts there are left out.
     """
     if not text:
         return
-    ids = token_ids(tokenizer, text)
+    ids = token_ids(tokenizer, text, add_special_tokens=begins and ends)
+    if begins != ends:
+        opening, closing = _special_ends(tokenizer)
+        ids = opening + ids if begins else ids + closing
     eos = tokenizer.eos_token_id
-    if end_of_sequence and eos is not None and ids[-1:] != [eos]:
+    if ends and end_of_sequence and eos is not None and ids[-1:] != [eos]:
         ids.append(eos)
     for start in range(0, len(ids), max_length):
         lone = 0 < start == len(ids) - 1
         yield text_row(ids[start - lone : start + max_length])
+
+
+def _special_ends(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and behind every text."""
+    plain, whole = token_ids(tokenizer, "a", add_special_tokens=False), token_ids(tokenizer, "a")
+    starts = range(len(whole) - len(plain) + 1)
+    start = next((at for at in starts if whole[at : at + len(plain)] == plain), 0)
+    return whole[:start], whole[start + len(plain) :]
 
 
 def prompt_completion_row(

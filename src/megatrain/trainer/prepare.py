@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,20 @@ from megatrain.config import TrainConfig
 from megatrain.config.groups.run import LEAST_CHECKPOINT_MEMORY
 from megatrain.data import (
     ChosenRows,
+    Corpus,
+    DataNames,
     DataOptions,
     DatasetStats,
+    MixtureOrder,
     PackedSampler,
     Row,
     Sampler,
     StepSampler,
-    TokenizedRows,
+    TokenCache,
+    default_cache_dir,
     extend_tokenizer,
-    load_rows,
+    find_sources,
+    load_corpus,
     load_tokenizer,
     num_token_ids,
     special_token_ids,
@@ -62,7 +68,15 @@ class RunData:
     train_lengths: npt.NDArray[np.int64]
     """Tokens of each training row."""
     digest: str
-    """Of the rows of the training files, held-out ones included."""
+    """Of the rows of the training files, held-out ones included; of a mixture, with its weights."""
+    order: MixtureOrder | None
+    """Which of train_rows an epoch takes; None: all."""
+    parts: dict[str, dict[str, float]]
+    """Rows, tokens and rows an epoch of each part of the training data, by name."""
+    files: Sequence[Path]
+    """What was read, held-out files included."""
+    notes: Sequence[str]
+    """What became of the token cache, if it is to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +156,11 @@ def make_sampler(config: TrainConfig, data: RunData, model: BlockModel | None = 
     rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
     if not config.packing:
         return StepSampler(
-            len(data.train_rows), rows_per_step, seed=config.seed, shuffle=config.shuffle
+            len(data.train_rows if data.order is None else data.order),
+            rows_per_step,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            order=data.order,
         )
     positions = None if model is None else model.learned_positions
     return PackedSampler(
@@ -151,6 +169,7 @@ def make_sampler(config: TrainConfig, data: RunData, model: BlockModel | None = 
         capacity=min(config.max_length, positions or config.max_length),
         seed=config.seed,
         shuffle=config.shuffle,
+        order=data.order,
     )
 
 
@@ -224,23 +243,37 @@ def load_data(
         format=config.dataset_format,
         prompt_column=config.prompt_column,
         completion_column=config.completion_column,
+        excess_length_strategy=config.excess_length_strategy,
         completion_only_loss=config.completion_only_loss,
         assistant_only_loss=config.assistant_only_loss,
         vocab_size=None if model is None else model.vocab_size,
         max_positions=None if model is None else model.learned_positions,
     )
-    rows: TokenizedRows = load_rows(config.train_files, tokenizer, options)
+    notes: list[str] = []
+    cache = TokenCache(config.dataset_cache_dir or default_cache_dir(), notes.append)
+
+    def load(names: DataNames) -> Corpus:
+        return load_corpus(
+            find_sources(names), tokenizer, options, cache=cache, processes=config.dataset_num_proc
+        )
+
+    rows = load(config.train_names())
     held_out: Sequence[Row] = []
     training: Sequence[Row] = rows
     lengths = rows.lengths
     longest = rows.stats.longest
-    if config.eval_files:
-        held_out = of_files = load_rows(config.eval_files, tokenizer, options)
+    files, keep = rows.files, None
+    if config.eval_names():
+        held_out = of_files = load(config.eval_names())
         longest = max(longest, of_files.stats.longest)
+        files += of_files.files
     elif config.eval_split:
         keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
         training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
         lengths = lengths[keep]
+    order = rows.order(
+        keep, strategy=config.stopping_strategy, seed=config.seed, shuffle=config.shuffle
+    )
     return RunData(
         train_rows=training,
         eval_rows=held_out,
@@ -248,6 +281,10 @@ def load_data(
         longest=longest,
         train_lengths=lengths,
         digest=rows.digest,
+        order=order,
+        parts=rows.described(order),
+        files=files,
+        notes=notes,
     )
 
 

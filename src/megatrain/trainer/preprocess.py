@@ -1,6 +1,6 @@
 """`megatrain preprocess`: what the data of a config becomes, before anything is trained on it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -36,7 +36,10 @@ def preprocess(config: TrainConfig, sample: int) -> Iterator[Table | Text | str]
     )
     tokenizer = load_run_tokenizer(config, files)
     data = load_data(config, tokenizer)
+    yield from data.notes
     yield counts_table(data.stats)
+    if len(data.parts) > 1:
+        yield parts_table(data.parts)
     yield histogram(data.train_lengths, config.max_length)
     if packed := make_sampler(config, data).in_words():
         yield packed
@@ -60,11 +63,21 @@ def counts_table(stats: DatasetStats) -> Table:
         ("  of these with fewer than two tokens", stats.empty),
         ("rows", stats.rows),
         ("rows cut at max_length", stats.truncated),
+        ("rows longer than max_length, dropped", stats.dropped),
         ("tokens", stats.tokens),
         (f"supervised tokens ({share:.0%})", stats.supervised_tokens),
         ("longest row", stats.longest),
     ):
         table.add_row(what, f"{count:,}")
+    return table
+
+
+def parts_table(parts: Mapping[str, Mapping[str, float]]) -> Table:
+    """The parts of the data; of a mixture with what an epoch takes of each."""
+    figures = list(next(iter(parts.values())))
+    table = Table("part", *(name.replace("_", " ") for name in figures), box=None)
+    for name, part in parts.items():
+        table.add_row(name, *(f"{part[figure]:,}" for figure in figures))
     return table
 
 

@@ -18,7 +18,6 @@ import torch
 
 from megatrain import __version__
 from megatrain.config import TrainConfig
-from megatrain.data.files import find_files
 from megatrain.placing import RunPlan
 from megatrain.trainer.prepare import PreparedRun
 
@@ -44,8 +43,6 @@ class RunRecord:
 
     def begin(self, config: TrainConfig, run: PreparedRun, plan: RunPlan, *, step: int) -> None:
         """What is known before the first step."""
-        files = [*find_files(config.train_files)]
-        files += find_files(config.eval_files) if config.eval_files else []
         self._entry = {
             "began": _now(),
             "from_step": step,
@@ -60,7 +57,8 @@ class RunRecord:
             },
             "plan": {"host_bytes": plan.need.host, "words": plan.in_words()},
             "data": {
-                "files": {str(path): path.stat().st_size for path in files},
+                "files": {str(path): path.stat().st_size for path in run.data.files},
+                "parts": run.data.parts,
                 "digest": run.data.digest,
                 "rows": asdict(run.data.stats),
                 "held_out_rows": len(run.data.eval_rows),

@@ -141,7 +141,9 @@ def _check_same_run(
     }
     refused += [f"{name}: {now}, was {was}" for name, (now, was) in found.items() if now != was]
     if not refused and run.data.digest != state.data_digest:
-        refused.append("other rows from train_files: their content, the tokenizer or its template")
+        refused.append(
+            "other rows from train_files: their content or weights, the tokenizer or its template"
+        )
     refused += _model_changes(folder, run)
     if refused:
         raise UserError(

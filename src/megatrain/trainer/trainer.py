@@ -76,7 +76,7 @@ class Trainer:
         resumes = may_resume(config)
         self.run = run = prepare_run(config, fetch_weights=not resumes)
         self.model, self.tokenizer = run.blocks.model, run.tokenizer
-        self.notes: list[str] = []
+        self.notes: list[str] = [*run.data.notes]
         self.output = OutputDirectory(Path(config.output_dir).resolve(), disk or Disk())
         if config.trace is not None:
             claim_file("trace", Path(config.trace))

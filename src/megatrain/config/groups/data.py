@@ -9,17 +9,44 @@ from megatrain.config.groups.keys import Keys, check_count_or_share
 LONGEST_PACKED_ROW = 8192
 """Tokens.  The mask that keeps samples apart has a byte for each pair of them: 64 MiB a row at this
 length, for each kind of attention that a model has."""
+TRAIN = ("train_files", "dataset", "dataset_name")
+HELD_OUT = ("eval_files", "eval_dataset", "eval_split", "dataset_test_split")
+"""Keys of which one says what is held out, if anything is."""
 
 
 class DataKeys(Keys):
     """Files, their format, supervision, order."""
 
-    train_files: list[str] = Field(
-        min_length=1,
+    train_files: list[str] | dict[str, float] = Field(
+        default_factory=list,
         description="Files, folders or globs: .jsonl, .json, .txt, .csv, .tsv (all of them also"
-        " as .gz, .bz2, .xz), .parquet, .arrow.",
+        " as .gz, .bz2, .xz), .parquet, .arrow. With weights, {PATH: 0.7, OTHER: 0.3}, a mixture.",
     )
     eval_files: list[str] = Field(default_factory=list, description="Held-out files.")
+    dataset: list[str] | dict[str, float] = Field(
+        default_factory=list,
+        description="Names in dataset_info.json, LLaMA-Factory's registry, instead of train_files;"
+        " with weights a mixture.",
+    )
+    eval_dataset: list[str] = Field(
+        default_factory=list, description="Names in the registry to hold out."
+    )
+    dataset_dir: str = Field("data", description="Folder of dataset_info.json and its files.")
+    dataset_name: str | None = Field(
+        None,
+        description="A dataset of the Hugging Face Hub, or its directory, instead of train_files;"
+        " needs the datasets package.",
+    )
+    dataset_config: str | None = Field(None, description="Config of dataset_name.")
+    dataset_train_split: str = Field("train", description="Split of dataset_name to train on.")
+    dataset_test_split: str | None = Field(
+        None, description="Split of dataset_name to hold out (TRL's default is test)."
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = Field(
+        "first_exhausted",
+        description="An epoch of a mixture ends when the first of its parts has given as many rows"
+        " as it has, or when the last has, the others then more than once.",
+    )
     eval_split: float = Field(
         0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
     )
@@ -37,7 +64,25 @@ class DataKeys(Keys):
     chat_template_path: str | None = Field(
         None, description="A .jinja file to use (and to save) instead of the model's chat template."
     )
-    max_length: int = Field(1024, ge=2, description="Tokens per row; the rest is cut off.")
+    max_length: int = Field(
+        1024, ge=2, description="Tokens per row; a longer text becomes several rows."
+    )
+    excess_length_strategy: Literal["truncate", "drop", "error"] = Field(
+        "truncate",
+        description="What becomes of rows longer than max_length: the rest is cut off, they are"
+        " left out (both are counted), or they are an error.",
+    )
+    dataset_cache_dir: str | None = Field(
+        None,
+        description="Where tokenised rows are kept; default: ~/.cache/megatrain/tokens, or"
+        " megatrain/tokens in $XDG_CACHE_HOME.",
+    )
+    dataset_num_proc: int | None = Field(
+        None,
+        ge=1,
+        description="Processes that tokenise; default: one for 4 MiB of files, up to 16 or the"
+        " number of cores.",
+    )
     packing: bool = Field(
         False,
         description="Fill rows with whole samples, best-fit, each kept apart from the others; batch"
@@ -59,6 +104,38 @@ class DataKeys(Keys):
                 " needs beside it: add_special_tokens)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _names_its_data_once(self) -> "DataKeys":
+        named = [key for key in TRAIN if getattr(self, key)]
+        if len(named) != 1:
+            found = f"there is {' and '.join(named)}" if named else "there is none"
+            raise ValueError(f"one of {', '.join(TRAIN)} is needed: {found}")
+        held_out = [key for key in HELD_OUT if getattr(self, key)]
+        if len(held_out) > 1:
+            raise ValueError(f"{' and '.join(held_out)} exclude each other")
+        return self
+
+    @model_validator(mode="after")
+    def _has_use_for_every_data_key(self) -> "DataKeys":
+        changed = {
+            name
+            for name, info in DataKeys.model_fields.items()
+            if getattr(self, name) != info.get_default(call_default_factory=True)
+        }
+        said = changed & {"dataset_format", "prompt_column", "completion_column"}
+        if self.dataset and said:
+            raise ValueError(f"{min(said)} is what dataset_info.json says of a dataset: remove it")
+        if self.dataset_name is None:
+            for key in ("dataset_config", "dataset_train_split", "dataset_test_split"):
+                if key in changed:
+                    raise ValueError(f"{key} needs dataset_name")
+        if "dataset_dir" in changed and not (self.dataset or self.eval_dataset):
+            raise ValueError("dataset_dir needs dataset or eval_dataset")
+        mixes = isinstance(self.train_files, dict) or isinstance(self.dataset, dict)
+        if "stopping_strategy" in changed and not mixes:
+            raise ValueError("stopping_strategy needs weights in train_files or dataset")
+        return self
 
     @model_validator(mode="after")
     def _packed_rows_have_room_for_their_mask(self) -> "DataKeys":
