@@ -113,6 +113,17 @@ def test_transformers_has_our_loss(experts: bool, workspace: Path) -> None:
     assert ours.loss == pytest.approx(total / count, rel=1e-5)
 
 
+def test_the_generation_config_goes_with_the_model(workspace: Path) -> None:
+    """Also one that transformers loads and would not save."""
+    text = '{"do_sample": false, "temperature": 0.6, "eos_token_id": [256, 10]}'
+    source = workspace / "models" / "base" / "generation_config.json"
+    source.write_text(text)
+    train(max_steps=4, save_steps=2)
+    export("exported")
+    for folder in (CHECKPOINT, Path("out"), Path("exported")):
+        assert (folder / source.name).read_text() == text, folder
+
+
 def test_what_cannot_be_exported_is_one_error(workspace: Path) -> None:
     train(max_steps=4)
     with pytest.raises(UserError, match="something there"):

@@ -17,7 +17,7 @@ from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 from megatrain.masters import split_master
 from megatrain.models import BlockModel
-from megatrain.models.source import INDEX_NAME
+from megatrain.models.source import GENERATION_CONFIG, INDEX_NAME
 
 SAVE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
@@ -97,7 +97,9 @@ def write_small_files(
 ) -> None:
     """Config, generation config, tokenizer and the weights' index, as the libraries write them."""
     write_config(model, folder, dtype=dtype)
-    if model.hf_model.can_generate():
+    if model.generation_config is not None:  # as it was: transformers would refuse to save some
+        (folder / GENERATION_CONFIG).write_text(model.generation_config, encoding="utf-8")
+    elif model.hf_model.can_generate():
         model.hf_model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))

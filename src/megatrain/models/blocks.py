@@ -87,6 +87,8 @@ class BlockModel:
     """Whether anything random (dropout, jitter) happens in training mode."""
     packing: Packing | None = None
     """How it is told of several samples in a row; None unless that is proved."""
+    generation_config: str | None = None
+    """The text of the source's `generation_config.json`, which goes where the model goes."""
 
     @property
     def config(self) -> Any:

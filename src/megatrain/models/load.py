@@ -13,6 +13,7 @@ from megatrain.models.hub import ModelFiles
 from megatrain.models.packing_proof import prove_packing
 from megatrain.models.proof import prove
 from megatrain.models.selection import Selection
+from megatrain.models.source import GENERATION_CONFIG
 from megatrain.models.split import split_model
 from megatrain.models.vocabulary import (
     check_growth,
@@ -95,4 +96,7 @@ def load_blocks(
     prove(config, compute_dtype=compute_dtype)
     if packing:
         model.packing = prove_packing(config)
+    generation = files.directory / GENERATION_CONFIG
+    if files.gguf_file is None and generation.is_file():
+        model.generation_config = generation.read_text(encoding="utf-8")
     return LoadedBlocks(files=files, model=model, stored=stored)

@@ -15,6 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from megatrain.errors import UserError
 from megatrain.models.quantised import READ_HERE, StorageFormat, storage_format
 
+GENERATION_CONFIG = "generation_config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DTYPES = {
