@@ -20,8 +20,13 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()
     save_tiny_gguf(tmp_path / "models" / "base.gguf")
-    shape = tmp_path / "configs" / "shapes" / "llama-50m"  # a smaller one under its name
-    shape.mkdir(parents=True)
+    shapes = tmp_path / "configs" / "shapes"
+    shapes.mkdir(parents=True)
+    for folder in (ROOT / "configs" / "shapes").glob("*/"):
+        if folder.name != "llama-50m":
+            (shapes / folder.name).symlink_to(folder)
+    shape = shapes / "llama-50m"  # a smaller one under its name
+    shape.mkdir()
     shutil.copy(tmp_path / "models" / "shape" / "config.json", shape)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     data = tmp_path / "data"
