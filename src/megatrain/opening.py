@@ -19,6 +19,7 @@ from megatrain.engine import (
     step_plan,
 )
 from megatrain.engine.device import DEVICE_RESERVE
+from megatrain.layout import Purpose
 from megatrain.memory import BlockStore
 from megatrain.models.hub import find_model
 from megatrain.models.load import load_blocks
@@ -96,6 +97,8 @@ class OpenModel:
         on_gpu = resident if free is not None else frozenset[int]()
         plan = step_plan(self.model, self._options(None), resident=on_gpu)
         need = memory_need(layouts, plan, gradient_dtype=self.model.compute_dtype)
+        if free is not None:
+            free -= sum(layouts[block].nbytes(Purpose.WEIGHT) for block in resident)
         check_fits(need, budget=None, device_free=free, to=self._to)
         source = self._loaded.weights(LoadReport(), complete=True)
         store = BlockStore.filled(layouts, source, device=self.device, resident=resident)
