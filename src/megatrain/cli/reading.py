@@ -97,9 +97,9 @@ def evaluate_on_tasks(
 ) -> None:
     """Score on tasks of EleutherAI's lm-evaluation-harness: a JSON line for each task."""
     check_model(model)
-    if output is not None:
+    if output is not None and not Path(output).exists():
         claim_file("output", Path(output))
-    elif log_samples:
+    if output is None and log_samples:
         raise UserError(asked="log_samples", found="no output", change="give --output FILE.json")
     from megatrain.evaluation.harness import HarnessOptions
     from megatrain.evaluator import describe_tasks, evaluate_tasks, write_results
