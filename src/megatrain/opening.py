@@ -25,7 +25,7 @@ from megatrain.models.hub import find_model
 from megatrain.models.load import load_blocks
 from megatrain.models.selection import Selection
 from megatrain.models.weights import LoadReport
-from megatrain.models.whole import read_generation_config, whole_model
+from megatrain.models.whole import generation_config, whole_model
 from megatrain.planner import check_fits, memory_need, resident_weights
 from megatrain.preflight import check_model, find_gguf
 
@@ -129,9 +129,7 @@ class OpenModel:
         It is entered anew for each use: meanwhile an engine cannot use the model's layers.
         """
         self.model.move_buffers(self.device)
-        self.model.hf_model.generation_config = read_generation_config(
-            self.model, self.files.directory
-        )
+        self.model.hf_model.generation_config = generation_config(self.model)
         stream = LayerStream(self.model, store, device=self.device)
         try:
             yield partial(whole_model, self.model, stream.outside(), stream.weights)

@@ -15,7 +15,6 @@ from megatrain import __version__
 from megatrain.cli import reading
 from megatrain.cli.arguments import Device, GpuMemory, parse_size
 from megatrain.config import read_config
-from megatrain.data.files import find_files
 from megatrain.errors import UserError
 from megatrain.preflight import check_data, check_model, check_run, claim_file
 from megatrain.units import format_bytes

@@ -62,7 +62,6 @@ def chat_row(
             a way that the assistant's cannot be told from the rest.
     """
     chat = _conversation(tokenizer, messages, place, tools)
-    check_order(messages, place)
     whole = chat.render(chat.messages)
     if assistant_only:
         spans = chat.assistant_spans(whole, prompt_messages)
@@ -110,6 +109,7 @@ def _conversation(
 ) -> "_Conversation":
     """Messages that are in order, and a tokenizer that has a template."""
     check_messages(messages, place)
+    check_order(messages, place)
     if not tokenizer.chat_template:
         raise UserError(
             asked=f"chat messages at {place}",

@@ -4,9 +4,9 @@ Its forward, its cache and its `generate` are transformers' own, whatever the ar
 layers are replaced, by stand-ins that ask for a layer's weights and then run that very layer.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,11 +65,11 @@ def _parameters(model: BlockModel, tensors: Mapping[str, Tensor]) -> Iterator[No
             module._parameters[leaf] = meta
 
 
-def read_generation_config(model: BlockModel, directory: Path) -> Any:
-    """How the model's makers generate: `generation_config.json`, else what its config says."""
-    if (directory / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(str(directory), local_files_only=True)
-    return model.hf_model.generation_config
+def generation_config(model: BlockModel) -> Any:
+    """How its makers generate: `generation_config.json`, else what the model's config says."""
+    if model.generation_config is None:
+        return model.hf_model.generation_config
+    return GenerationConfig.from_dict(json.loads(model.generation_config))
 
 
 class TextWriter(TextStreamer):
