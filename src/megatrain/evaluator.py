@@ -1,67 +1,103 @@
-"""`megatrain eval`: a model's loss on files, streamed block by block; no training state."""
+"""`megatrain eval`: a model's loss on files, or its score on tasks, streamed block by block."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from megatrain.data import DataOptions, load_rows, load_tokenizer
-from megatrain.engine import (
-    Engine,
-    EngineOptions,
-    choose_device,
-    free_device_bytes,
-    step_plan,
-)
-from megatrain.evaluation import EvalResult, evaluate_rows
-from megatrain.memory import BlockStore
-from megatrain.models.hub import find_model
-from megatrain.models.load import load_blocks
-from megatrain.models.selection import Selection
-from megatrain.models.weights import LoadReport
-from megatrain.planner import check_fits, memory_need
-from megatrain.preflight import check_model, find_gguf
+from megatrain.data import DataOptions, dataset_format, load_rows, supervised_bytes
+from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows, total
+from megatrain.evaluation.harness import HarnessOptions, find_tasks, run_tasks, scores
+from megatrain.opening import ModelChoice, OpenModel
+
+TO = "evaluate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileResult:
+    """Of one file, folder or glob as it was given."""
+
+    name: str
+    result: EvalResult
 
 
 def evaluate_model(
-    model_path: str,
-    data: Sequence[str],
-    *,
-    options: DataOptions,
-    batch_size: int = 8,
-    device: str = "auto",
-    revision: str | None = None,
-    cache_dir: str | None = None,
-) -> EvalResult:
-    """Loss and perplexity of a model (directory or id) on files, streamed block by block."""
-    check_model(model_path)
-    chosen = choose_device(device)
-    dtype = "bfloat16" if chosen.type == "cuda" else "float32"
-    name, gguf_file = find_gguf(model_path)
-    files = find_model(name, gguf_file=gguf_file, revision=revision, cache_dir=cache_dir)
-    blocks = load_blocks(files, compute_dtype=dtype, selection=Selection(evaluation=True))
-    model = blocks.model
-    files.fetch_weights()
+    choice: ModelChoice, data: Sequence[str], *, options: DataOptions, batch_size: int = 8
+) -> list[FileResult]:
+    """Loss, perplexity and bits per byte of a model on each of some data sets.
+
+    Args:
+        choice: the model.
+        data: files, folders and globs; the format of each is its own.
+        options: how records become rows.
+        batch_size: rows that are computed at a time.
+
+    Raises:
+        UserError: for a model or data that cannot be used, before weights are loaded.
+    """
+    opened = OpenModel(choice, to=TO)
+    model, tokenizer = opened.model, opened.tokenizer
     options = replace(options, vocab_size=model.vocab_size, max_positions=model.learned_positions)
-    rows = load_rows(data, load_tokenizer(files.directory, gguf_file=gguf_file), options)
-    engine_options = EngineOptions(max_grad_norm=0.0)
-    plan = step_plan(model, engine_options)
-    need = memory_need([b.layout for b in model.blocks], plan, gradient_dtype=dtype)
-    check_fits(need, budget=None, device_free=free_device_bytes(chosen), to="evaluate")
-    weights = blocks.weights(LoadReport(), complete=True)
-    store = BlockStore.filled([block.layout for block in model.blocks], weights, device=chosen)
-    engine = Engine(model, store, engine_options, device=chosen)
-    result = evaluate_rows(engine, rows, batch_size)
-    engine.close()
-    store.close()
-    return result
+    sets = []
+    for name in data:
+        chosen = dataset_format(name, options)
+        rows = load_rows(name, tokenizer, replace(options, format=chosen))
+        # Whoever made the ids of tokenised rows need not have used this tokenizer.
+        nbytes = None if chosen == "tokens" else supervised_bytes(rows, tokenizer)
+        sets.append((name, rows, nbytes))
+    with opened.weights() as store, opened.engine(store, micro_batch_rows=batch_size) as engine:
+        return [
+            FileResult(
+                name=name,
+                result=evaluate_rows(
+                    engine, rows, batch_size * MICRO_BATCHES_A_PASS, supervised_bytes=nbytes
+                ),
+            )
+            for name, rows, nbytes in sets
+        ]
 
 
-def describe(result: EvalResult) -> str:
-    """One JSON line."""
-    return json.dumps(
-        {
-            "loss": result.loss,
-            "perplexity": result.perplexity,
-            "supervised_tokens": result.supervised_tokens,
-        }
-    )
+def describe(results: Sequence[FileResult]) -> Iterator[str]:
+    """One JSON line each, and one more for the total of several."""
+    for each in results:
+        yield json.dumps({"file": each.name} | _figures(each.result))
+    if len(results) > 1:
+        sums = total(each.result for each in results)
+        yield json.dumps({"files": len(results)} | _figures(sums))
+
+
+def _figures(result: EvalResult) -> dict[str, Any]:
+    return {
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "bits_per_byte": result.bits_per_byte,
+        "supervised_tokens": result.supervised_tokens,
+        "supervised_bytes": result.supervised_bytes,
+    }
+
+
+def evaluate_tasks(choice: ModelChoice, options: HarnessOptions) -> dict[str, Any]:
+    """Scores on tasks of EleutherAI's lm-evaluation-harness, as its `simple_evaluate` gives them.
+
+    Raises:
+        UserError: without lm_eval, for unknown tasks, or a model that cannot be used.
+    """
+    tasks = find_tasks(options)
+    opened = OpenModel(choice, to=TO)
+    with (
+        opened.weights() as store,
+        opened.engine(store, micro_batch_rows=options.batch_size) as engine,
+        opened.whole(store) as whole,
+    ):
+        return run_tasks(tasks, engine, whole, opened.tokenizer, options)
+
+
+def describe_tasks(results: dict[str, Any]) -> Iterator[str]:
+    """One JSON line a task or group."""
+    return map(json.dumps, scores(results))
+
+
+def write_results(path: Path, results: dict[str, Any]) -> None:
+    """Everything that lm_eval tells, as one JSON object."""
+    path.write_text(json.dumps(results, default=str, ensure_ascii=False, indent=2) + "\n")

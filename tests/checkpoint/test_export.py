@@ -16,6 +16,7 @@ from megatrain.errors import UserError
 from megatrain.evaluator import evaluate_model
 from megatrain.exporter import export_model
 from megatrain.masters import split_master
+from megatrain.opening import ModelChoice
 from tests.tokenizers_for_tests import byte_tokenizer, save_tiny_model
 
 from .runs import train
@@ -98,7 +99,8 @@ def test_transformers_has_our_loss(experts: bool, workspace: Path) -> None:
     if experts:
         save_tiny_mixtral(Path("models/base"))
     train(max_steps=4)
-    ours = evaluate_model(str(CHECKPOINT), ["data/text"], options=DataOptions(max_length=64))
+    choice = ModelChoice(path=str(CHECKPOINT))
+    (ours,) = evaluate_model(choice, ["data/text"], options=DataOptions(max_length=64))
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT).eval()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     ids = tokenizer(Path("data/text/a.txt").read_text())["input_ids"] + [256]
@@ -109,8 +111,8 @@ def test_transformers_has_our_loss(experts: bool, workspace: Path) -> None:
             with torch.no_grad():
                 total += float(model(part, labels=part).loss) * (part.shape[1] - 1)
             count += part.shape[1] - 1
-    assert ours.supervised_tokens == count
-    assert ours.loss == pytest.approx(total / count, rel=1e-5)
+    assert ours.result.supervised_tokens == count
+    assert ours.result.loss == pytest.approx(total / count, rel=1e-5)
 
 
 def test_the_generation_config_goes_with_the_model(workspace: Path) -> None:

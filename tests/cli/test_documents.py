@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_the_commands_shown_run_in_the_order_shown(workspace: Path) -> None:
         arguments = shlex.split(command)
         if arguments[0] == "train":
             arguments += SHORT
+        if arguments[0] == "lm-eval" and find_spec("lm_eval") is None:
+            continue
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, (command, result.exception)
 

@@ -12,6 +12,7 @@ from megatrain.config import make_config
 from megatrain.data import DataOptions
 from megatrain.errors import UserError
 from megatrain.evaluator import evaluate_model
+from megatrain.opening import ModelChoice
 from megatrain.trainer import Trainer
 from tests.tokenizers_for_tests import save_tiny_model
 
@@ -83,9 +84,9 @@ def test_tokens_that_a_model_lacks_are_refused_before_memory_is_taken(
         raise AssertionError((arguments, options))
 
     save_tiny_model(workspace / "small", vocab_size=200, eos_token_id=2, bos_token_id=1)
-    monkeypatch.setattr("megatrain.trainer.trainer.BlockStore", never)
+    monkeypatch.setattr("megatrain.opening.BlockStore", never)
     with pytest.raises(UserError, match=r"a\.txt: token 256, and a model that has 200 tokens"):
-        evaluate_model("small", ["data/text"], options=DataOptions())
+        evaluate_model(ModelChoice(path="small"), ["data/text"], options=DataOptions())
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from megatrain.data.cache import TokenCache, default_cache_dir
 from megatrain.data.corpus import Corpus, load_corpus
-from megatrain.data.dataset import load_rows
+from megatrain.data.dataset import dataset_format, load_rows
 from megatrain.data.formats import DataOptions
 from megatrain.data.mixture import MixtureOrder
 from megatrain.data.packing import PackedSampler
 from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
 from megatrain.data.sources import DataNames, find_sources
+from megatrain.data.text_bytes import supervised_bytes
 from megatrain.data.tokenizer import (
     extend_tokenizer,
     load_tokenizer,
@@ -32,6 +33,7 @@ __all__ = [
     "StepSampler",
     "TokenCache",
     "TokenizedRows",
+    "dataset_format",
     "default_cache_dir",
     "extend_tokenizer",
     "find_sources",
@@ -41,4 +43,5 @@ __all__ = [
     "num_token_ids",
     "special_token_ids",
     "split_rows",
+    "supervised_bytes",
 ]

@@ -61,17 +61,7 @@ def chat_row(
         UserError: for bad messages, a missing template, or one that renders earlier turns in such
             a way that the assistant's cannot be told from the rest.
     """
-    check_messages(messages, place)
-    check_order(messages, place)
-    if not tokenizer.chat_template:
-        raise UserError(
-            asked=f"chat messages at {place}",
-            found="a tokenizer without a chat template",
-            change="use an instruction-tuned model, or prompt/completion columns",
-        )
-    chat = _Conversation(
-        tokenizer=tokenizer, messages=list(messages), place=place, tools=tools or None
-    )
+    chat = _conversation(tokenizer, messages, place, tools)
     whole = chat.render(chat.messages)
     if assistant_only:
         spans = chat.assistant_spans(whole, prompt_messages)
@@ -89,6 +79,46 @@ def chat_row(
     row = text_row(ids)
     row.weights[:] = weights
     return row
+
+
+def generation_prompt(tokenizer: Tokenizer, messages: Sequence[Message], place: str) -> list[int]:
+    """Token ids of a conversation up to where the assistant's next turn begins.
+
+    Raises:
+        UserError: for bad messages, a missing template, or one that does not take them.
+    """
+    chat = _conversation(tokenizer, messages, place)
+    rendered = chat.render(chat.messages, generation=True)
+    return token_ids(tokenizer, rendered, add_special_tokens=False)
+
+
+def end_of_turn(tokenizer: Tokenizer) -> list[int]:
+    """The token with which the chat template ends an assistant's turn, if it is one of its own."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARKER}]
+    chat = _conversation(tokenizer, turns, "a first turn")
+    _, _, rest = chat.render(chat.messages).partition(MARKER)
+    ids = token_ids(tokenizer, rest.strip(), add_special_tokens=False)
+    return [token for token in ids[:1] if token in tokenizer.added_tokens_decoder]
+
+
+def _conversation(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    place: str,
+    tools: Sequence[Any] | None = None,
+) -> "_Conversation":
+    """Messages that are in order, and a tokenizer that has a template."""
+    check_messages(messages, place)
+    check_order(messages, place)
+    if not tokenizer.chat_template:
+        raise UserError(
+            asked=f"chat messages at {place}",
+            found="a tokenizer without a chat template",
+            change="use an instruction-tuned model, or prompt/completion columns",
+        )
+    return _Conversation(
+        tokenizer=tokenizer, messages=list(messages), place=place, tools=tools or None
+    )
 
 
 def _check_unweighted(messages: Sequence[Message], place: str) -> None:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatrain.data.cache import TokenCache
-from megatrain.data.files import find_files
-from megatrain.data.formats import DataOptions, check_options
+from megatrain.data.files import find_files, read_records
+from megatrain.data.formats import DataOptions, check_options, detect_format
 from megatrain.data.gather import Gathered
 from megatrain.data.rows import DatasetStats, TokenizedRows
 from megatrain.data.source import Source, files_source
@@ -69,6 +69,21 @@ def load_rows(
 def _of_files(paths: str | Path | Sequence[str | Path]) -> Source:
     files = find_files(paths)
     return files_source(", ".join(map(str, files)), files)
+
+
+def dataset_format(paths: str | Path | Sequence[str | Path], options: DataOptions) -> str:
+    """The format of files: as asked for, or as their first record has it.
+
+    Raises:
+        UserError: for unreadable input, or columns of no format.
+    """
+    check_options(options)
+    if options.format != "auto":
+        return options.format
+    for file in find_files(paths):
+        for record in read_records(file):
+            return detect_format(record, options)
+    return options.format
 
 
 def _fits(stats: DatasetStats, options: DataOptions) -> bool:

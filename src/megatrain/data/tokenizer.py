@@ -18,6 +18,8 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
     is_fast: bool
+    added_tokens_decoder: dict[int, Any]
+    """Special tokens and others that were added whole, by id."""
 
     def __call__(self, text: str, **kwargs: Any) -> Any:
         """Token ids (and offsets) of a text."""

@@ -2,14 +2,19 @@
 
 from megatrain.engine.device import choose_device, free_device_bytes
 from megatrain.engine.engine import Engine, EvalSums, StepResult
+from megatrain.engine.layer_stream import LayerStream
 from megatrain.engine.loss import Loss, cross_entropy
 from megatrain.engine.options import EngineOptions, check_options, step_plan
+from megatrain.engine.queries import Answer, Query
 
 __all__ = [
+    "Answer",
     "Engine",
     "EngineOptions",
     "EvalSums",
+    "LayerStream",
     "Loss",
+    "Query",
     "StepResult",
     "check_options",
     "choose_device",

@@ -16,6 +16,7 @@ from megatrain.engine.compiled import Compiler, Run, Runner
 from megatrain.engine.loss import Epilogue, Loss, loss_backward, loss_forward
 from megatrain.engine.microbatch import MicroBatch
 from megatrain.engine.options import EngineOptions
+from megatrain.engine.queries import answer
 from megatrain.engine.randomness import keyed_randomness
 from megatrain.engine.state import StepState
 from megatrain.engine.views import Views
@@ -238,11 +239,11 @@ class BlockCompute:
         """Head forward, loss and, in training, backward; chunks of supervised tokens."""
         batch, head = state.micro_batches[op.micro], op.block
         x_BTD = state.boundaries.pop((head, op.micro))
-        tensors = self.views.weights(op, head)
+        tensors = self._head_weights(op)
+        if state.targets:
+            self._answer(state, op, tensors, x_BTD)
+            return
         sums: dict[str, Tensor] = {}
-        if self.model.shared:
-            embed = self.views.weights(op, 0)
-            tensors |= {name: embed[name] for name in self.model.shared}
         for block in (head, *((0,) if self.model.shared else ())) if state.training else ():
             sums |= {n: total for n, total in self.views.sums(op, block).items() if n in tensors}
         x_FD = x_BTD.flatten(0, 1)
@@ -264,6 +265,26 @@ class BlockCompute:
         state.loss_sum = total if state.loss_sum is None else state.loss_sum + total
         if stream_FD is not None:
             state.streams[op.micro] = stream_FD.view_as(x_BTD)
+
+    def _head_weights(self, op: Op) -> dict[str, Tensor]:
+        """The head's parameters, and those that it shares with embed."""
+        tensors = self.views.weights(op, op.block)
+        if not self.model.shared:
+            return tensors
+        embed = self.views.weights(op, 0)
+        return tensors | {name: embed[name] for name in self.model.shared}
+
+    def _answer(self, state: StepState, op: Op, tensors: Tensors, x_BTD: Tensor) -> None:
+        """Log-probabilities of targets in the place of a loss."""
+        x_FD = x_BTD.flatten(0, 1)
+        size = min(self.loss_chunk_tokens, x_BTD.shape[1])  # as in `_chunks`
+        positions, targets = (each.split(size) for each in state.targets[op.micro])
+        parts = [
+            answer(self.model.epilogue, tensors, x_FD[where], tokens)
+            for where, tokens in zip(positions, targets, strict=True)
+        ]
+        state.answers[op.micro] = torch.cat(parts, dim=1)
+        state.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def _chunks(self, batch: MicroBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(flat positions, labels, weights) per chunk of supervised tokens."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
@@ -27,6 +28,7 @@ from megatrain.engine.options import (
     split_of,
     step_plan,
 )
+from megatrain.engine.queries import Answer, Query, split_answers, targets_of
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker
@@ -248,8 +250,34 @@ class Engine:
 
     def evaluate(self, rows: Sequence[Row]) -> EvalSums:
         """Loss of `rows` with dropout off; pending updates are applied first."""
+        state = self._forward_only(self._micro_batches(rows, training=False))
+        assert state.home_loss_sum is not None
+        return EvalSums(
+            loss_sum=float(state.home_loss_sum),
+            weight_sum=float(sum(row.weights[1:].sum(dtype=float) for row in rows)),
+        )
+
+    def answer(self, queries: Sequence[Query]) -> list[Answer]:
+        """Log-probabilities of the queries' targets with dropout off, in fp32; see `evaluate`."""
+        batches = self._micro_batches([query.row for query in queries], training=False)
+        groups, targets = [], []
+        for batch, following in zip(batches, [*batches[1:], None], strict=True):
+            end = None if following is None else following.first_row
+            groups.append(queries[batch.first_row : end])
+            length = batch.ids_BT.shape[1]
+            targets.append(targets_of(groups[-1], length=length, device=self.device))
+        state = self._forward_only(batches, targets)
+        return [
+            each
+            for micro, group in enumerate(groups)
+            for each in split_answers(group, state.answers[micro])
+        ]
+
+    def _forward_only(
+        self, batches: Sequence[MicroBatch], targets: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> StepState:
+        """Run the blocks forward; with targets their log-probabilities stand for the loss."""
         self.flush()
-        batches = self._micro_batches(rows, training=False)
         plan = replace(self.plan, num_micro=len(batches))
         state = StepState(
             step=self.steps_done,
@@ -257,14 +285,11 @@ class Engine:
             total_weight=1.0,
             training=False,
             update=None,
+            targets=targets,
         )
         self.model.train(False)
         self._run(build_evaluation(plan), state, plan)
-        assert state.home_loss_sum is not None
-        return EvalSums(
-            loss_sum=float(state.home_loss_sum),
-            weight_sum=float(sum(row.weights[1:].sum(dtype=float) for row in rows)),
-        )
+        return state
 
     def take_notices(self) -> list[str]:
         """What a user should hear of compilation and of this machine, each once."""

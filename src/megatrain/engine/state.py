@@ -36,6 +36,11 @@ class StepState:
     """For UPDATE operations of this list."""
     before_update: Callable[[int], None] | None = None
     """Called with a block that is about to be overwritten; returns when it may be."""
+    targets: Sequence[tuple[Tensor, Tensor]] = ()
+    """Per micro-batch, if it is asked for these instead of the loss: flat positions, and the tokens
+    whose log-probability is wanted behind them."""
+    answers: dict[int, Tensor] = field(default_factory=dict)
+    """micro-batch -> (2, N), see `megatrain.engine.queries.answer`."""
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, micro-batch) -> the block's input."""

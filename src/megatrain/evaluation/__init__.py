@@ -1,5 +1,10 @@
 """How good a model is on held-out rows."""
 
-from megatrain.evaluation.perplexity import EvalResult, evaluate_rows
+from megatrain.evaluation.perplexity import (
+    MICRO_BATCHES_A_PASS,
+    EvalResult,
+    evaluate_rows,
+    total,
+)
 
-__all__ = ["EvalResult", "evaluate_rows"]
+__all__ = ["MICRO_BATCHES_A_PASS", "EvalResult", "evaluate_rows", "total"]

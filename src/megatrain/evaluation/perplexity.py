@@ -1,33 +1,57 @@
-"""Token-weighted loss and perplexity over streamed blocks.
+"""Token-weighted loss, perplexity and bits per byte over streamed blocks.
 
 Promise: sums are divided once, at the end, so the batch size changes nothing but summation order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.data import Row
 from megatrain.engine import Engine
 
+MICRO_BATCHES_A_PASS = 8
+"""Weights that are streamed serve so many batches before they are fetched again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """Token-weighted loss of a data set."""
+    """What a data set costs a model."""
 
-    loss: float
-    perplexity: float
+    loss_sum: float
+    """Nats of all targets, each with its weight."""
     supervised_tokens: float
     """Sum of the weights of all targets."""
+    supervised_bytes: float | None = None
+    """UTF-8 bytes of their text, with the same weights; None where they are not known."""
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.loss_sum / self.supervised_tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Comparable between tokenizers, which the loss of a token is not."""
+        if not self.supervised_bytes:
+            return None
+        return self.loss_sum / math.log(2) / self.supervised_bytes
 
 
-def evaluate_rows(engine: Engine, rows: Sequence[Row], batch_size: int) -> EvalResult:
-    """Loss and perplexity of rows, at least one of which supervises a token.
+def evaluate_rows(
+    engine: Engine, rows: Sequence[Row], batch_size: int, *, supervised_bytes: float | None = None
+) -> EvalResult:
+    """The loss of rows, at least one of which supervises a token.
 
     Args:
         engine: pending updates are applied first.
         rows: the held-out rows.
         batch_size: rows of one pass through the blocks.
+        supervised_bytes: of the rows' targets, if they are known.
     """
     assert batch_size >= 1
     loss_sum = weight_sum = 0.0
@@ -36,6 +60,17 @@ def evaluate_rows(engine: Engine, rows: Sequence[Row], batch_size: int) -> EvalR
         loss_sum += sums.loss_sum
         weight_sum += sums.weight_sum
     assert weight_sum > 0
-    loss = loss_sum / weight_sum
-    perplexity = math.exp(loss) if loss < 700 else math.inf
-    return EvalResult(loss=loss, perplexity=perplexity, supervised_tokens=weight_sum)
+    return EvalResult(
+        loss_sum=loss_sum, supervised_tokens=weight_sum, supervised_bytes=supervised_bytes
+    )
+
+
+def total(results: Iterable[EvalResult]) -> EvalResult:
+    """Of several data sets as if they were one; their bytes are known if those of each are."""
+    every = list(results)
+    nbytes = [result.supervised_bytes for result in every]
+    return EvalResult(
+        loss_sum=math.fsum(result.loss_sum for result in every),
+        supervised_tokens=math.fsum(result.supervised_tokens for result in every),
+        supervised_bytes=None if None in nbytes else math.fsum(n for n in nbytes if n is not None),
+    )

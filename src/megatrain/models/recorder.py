@@ -42,7 +42,9 @@ class LayerCall(NamedTuple):
         def put_back(leaf: Any) -> Any:
             return substitutes[leaf] if isinstance(leaf, StandIn) else leaf
 
-        args, kwargs = pytree.tree_map(put_back, (self.args, self.kwargs))
+        args, kwargs = self.args, self.kwargs
+        if substitutes:  # a container that a layer writes to must stay the same object
+            args, kwargs = pytree.tree_map(put_back, (args, kwargs))
         if isinstance(self.hidden_key, int):
             args = (*args[: self.hidden_key], hidden_BTD, *args[self.hidden_key + 1 :])
         else:

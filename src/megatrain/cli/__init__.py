@@ -12,12 +12,12 @@ import yaml
 from rich.console import Console
 
 from megatrain import __version__
+from megatrain.cli import reading
+from megatrain.cli.arguments import Device, GpuMemory, parse_size
 from megatrain.config import read_config
-from megatrain.data import DataOptions
-from megatrain.data.files import find_files
 from megatrain.errors import UserError
 from megatrain.preflight import check_data, check_model, check_run, claim_file
-from megatrain.units import format_bytes, parse_bytes
+from megatrain.units import format_bytes
 
 app = typer.Typer(
     add_completion=False,
@@ -69,55 +69,6 @@ def preprocess_data(
         console.print(part)
 
 
-@app.command("eval")
-def evaluate(
-    model: Annotated[str, typer.Argument(help="Model directory, id, or GGUF file.")],
-    files: Annotated[list[str], typer.Argument(help="Data files, folders or globs.")],
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row.")] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per batch.")] = 8,
-    dataset_format: Annotated[
-        Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens"],
-        typer.Option(help="Format of the records."),
-    ] = "auto",
-    prompt_column: Annotated[str, typer.Option(help="Column of the prompt.")] = "prompt",
-    completion_column: Annotated[
-        str, typer.Option(help="Column of the completion.")
-    ] = "completion",
-    completion_only_loss: Annotated[bool, typer.Option(help="Leave the prompt out.")] = True,
-    assistant_only_loss: Annotated[
-        bool, typer.Option(help="Take the assistant's turns only.")
-    ] = True,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")
-    ] = "auto",
-    model_revision: Annotated[str | None, typer.Option(help="Revision of a model id.")] = None,
-    cache_dir: Annotated[str | None, typer.Option(help="The Hub's cache.")] = None,
-) -> None:
-    """Print token-weighted loss and perplexity of a model on files, as one JSON line."""
-    check_model(model)
-    find_files(files)
-    options = DataOptions(
-        max_length=max_length,
-        format=dataset_format,
-        prompt_column=prompt_column,
-        completion_column=completion_column,
-        completion_only_loss=completion_only_loss,
-        assistant_only_loss=assistant_only_loss,
-    )
-    from megatrain.evaluator import describe, evaluate_model
-
-    result = evaluate_model(
-        model,
-        files,
-        options=options,
-        batch_size=batch_size,
-        device=device,
-        revision=model_revision,
-        cache_dir=cache_dir,
-    )
-    typer.echo(describe(result))
-
-
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="Directory with a config.json; no weights needed.")],
@@ -127,18 +78,14 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Steps that count.")] = 10,
     warmup_steps: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 3,
     max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
-    gpu_memory: Annotated[
-        str | None, typer.Option(help="GPU memory to use, such as 24GiB; default: what is free.")
-    ] = None,
+    gpu_memory: GpuMemory = None,
     host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
     place: Annotated[
         Literal["auto", "host", "device"],
         typer.Option(help="host: stream everything; device: all state on the GPU."),
     ] = "auto",
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")
-    ] = "auto",
+    device: Device = "auto",
     trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,
     output: Annotated[str | None, typer.Option(help="Append the figures as a JSON line.")] = None,
 ) -> None:
@@ -157,8 +104,8 @@ def bench(
         steps=steps,
         warmup_steps=warmup_steps,
         max_grad_norm=max_grad_norm,
-        gpu_memory=_size("gpu_memory", gpu_memory),
-        host_memory=_size("host_memory", host_memory),
+        gpu_memory=parse_size("gpu_memory", gpu_memory),
+        host_memory=parse_size("host_memory", host_memory),
         place=place,
         device=device,
         compile=compiled,
@@ -168,13 +115,6 @@ def bench(
     typer.echo(table(row))
     if output is not None:
         append_row(Path(output), row)
-
-
-def _size(name: str, text: str | None) -> int | None:
-    try:
-        return None if text is None else parse_bytes(text)
-    except ValueError as error:
-        raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
 
 
 @app.command()
@@ -202,7 +142,7 @@ def plan(
     """Say whether a model fits a machine, and how fast it would train there."""
     check_model(model)
     sizes = {
-        name: _size(name, text)
+        name: parse_size(name, text)
         for name, text in (
             ("gpu_memory", gpu_memory),
             ("host_memory", host_memory),
@@ -243,7 +183,7 @@ def export(
 ) -> None:
     """Write a plain Hugging Face model directory from the masters of a checkpoint."""
     check_model(source)
-    max_shard_bytes = _size("max_shard_size", max_shard_size)
+    max_shard_bytes = parse_size("max_shard_size", max_shard_size)
     assert max_shard_bytes is not None
     from megatrain.exporter import export_model
 
@@ -256,6 +196,12 @@ def export(
         private=private,
     )
     typer.echo(f"{target}: {written}")
+
+
+app.command("eval")(reading.evaluate)
+app.command("lm-eval")(reading.evaluate_on_tasks)
+app.command("generate")(reading.generate_text)
+app.command("chat")(reading.converse)
 
 
 @app.command()

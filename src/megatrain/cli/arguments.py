@@ -1,0 +1,32 @@
+"""Arguments and options that several commands have."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from megatrain.errors import UserError
+from megatrain.units import parse_bytes
+
+Model = Annotated[str, typer.Argument(help="Model directory, id, or GGUF file.")]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where blocks are computed.")]
+Dtype = Annotated[
+    Literal["auto", "bfloat16", "float32"],
+    typer.Option(help="auto: bfloat16 on a GPU, float32 on the CPU."),
+]
+GpuMemory = Annotated[
+    str | None, typer.Option(help="GPU memory to use, such as 24GiB; default: what is free.")
+]
+Revision = Annotated[str | None, typer.Option(help="Revision of a model id.")]
+CacheDir = Annotated[str | None, typer.Option(help="The Hub's cache.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="0: greedy; above 0: drawn.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from this much probability.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from so many tokens; 0: from all.")]
+Seed = Annotated[int, typer.Option(help="Of what is drawn.")]
+
+
+def parse_size(name: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
