@@ -244,10 +244,9 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
         load_best_model_at_end=True, eval_files=["data/text"], eval_steps=2, learning_rate=0.03
     )
     made.quiet = False
-    record, folder = made._record, Path("out/checkpoint-2")
+    folder = Path("out/checkpoint-2")
 
-    def spoil(row: dict[str, Any], log: Any) -> None:
-        record(row, log)
+    def spoil(row: dict[str, Any]) -> None:
         if row["step"] == 8 and folder.exists():
             if harm == "gone":
                 shutil.rmtree(folder)
@@ -255,7 +254,7 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
                 (folder / "config.json").write_text("{}")
             made.progress.best_step = 2
 
-    made._record = spoil  # type: ignore[method-assign]
+    made.listeners.append(spoil)
     made.train()
     assert "the last one and not the best (checkpoint-2" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained("out")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import TrainConfig
+from megatrain.engine import StepResult
 from megatrain.evaluation import EvalResult
 from megatrain.trainer.prepare import PreparedRun
 
@@ -28,6 +29,8 @@ class Progress:
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    """Steps up to now that updated nothing."""
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
     best_step: int | None = None
@@ -43,6 +46,12 @@ class Progress:
             best_metric=trainer_state["best_metric"],
             best_step=trainer_state["best_global_step"],
         )
+
+    def take(self, done: StepResult) -> None:
+        """Another step is done."""
+        self.step += 1
+        self.tokens_seen += done.real_tokens
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
 
     def judge(self, result: EvalResult) -> None:
         """Take note of an evaluation at whose step a checkpoint is written."""

@@ -7,7 +7,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from megatrain.engine import Engine
 from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
+from megatrain.trainer.report import Reporter
 from megatrain.units import format_bytes
 
 GRACE_S = 30.0
@@ -106,8 +107,7 @@ class Saver:
         run: the same, prepared.
         writer: None if there are no checkpoints.
         engine: flushed before its state is taken.
-        note: told what happens.
-        record: given a row for each checkpoint.
+        report: told what happens, and what each checkpoint has cost.
     """
 
     def __init__(
@@ -117,11 +117,10 @@ class Saver:
         run: PreparedRun,
         writer: CheckpointWriter | None,
         engine: Engine,
-        note: Callable[[str], None],
-        record: Callable[[dict[str, Any]], None],
+        report: Reporter,
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
-        self._note, self._record = note, record
+        self._report = report
         self.schedule = SaveSchedule.of(config, run)
         self._snapshot: Snapshot | None = None
         self._step = -1
@@ -158,7 +157,7 @@ class Saver:
         if self._snapshot is not None and self._snapshot.ended:
             self._conclude()
         if asked and self._writer is None:
-            self._note("a checkpoint was asked for, but save_strategy is no")
+            self._report.note("a checkpoint was asked for, but save_strategy is no")
         retry = self._retry_at is not None and progress.step >= self._retry_at
         if asked or retry or self.schedule.due(progress.step):
             self.save(progress)
@@ -234,7 +233,7 @@ class Saver:
         self.wait()
         found = checkpoints(Path(self._config.output_dir))
         last = None if self._config.save_only_model else max(found, default=None)
-        self._note(
+        self._report.note(
             f"stopped by {number.name} after step {progress.step}; "
             + (
                 "there is no checkpoint to go on from"
@@ -249,7 +248,7 @@ class Saver:
             return bool(chosen) and self._writer is not None
         if number is signal.SIGINT or self.save_s <= GRACE_S:
             return True
-        self._note(
+        self._report.note(
             f"a checkpoint takes about {self.save_s:.0f} s, longer than the {GRACE_S:.0f} s that"
             " schedulers leave: none is begun (save_on_signal: auto)"
         )
@@ -274,17 +273,17 @@ class Saver:
             waited_s=snapshot.waited_s + self._held_up_s,
             expected_wait_s=self._expected_s,
         )
-        self._note(figures.in_words())
+        self._report.note(figures.in_words())
         if snapshot.warning:
-            self._note(snapshot.warning)
-        self._record(figures.row())
+            self._report.note(snapshot.warning)
+        self._report.checkpoint(figures.row())
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)
         what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         assert self._writer is not None
         found = max(checkpoints(self._writer.output), default=None)
-        self._note(
+        self._report.note(
             f"CHECKPOINT-{self._step} WAS NOT WRITTEN ({type(error).__name__}: {what}); the run"
             f" goes on; last whole: {'none' if found is None else f'checkpoint-{found}'}; next try"
             f" after step {min(self._retry_at, self._run.total_steps)}"

@@ -1,0 +1,126 @@
+"""The training loop: all steps of a run, and what happens between two of them."""
+
+import signal
+import time
+from dataclasses import dataclass
+
+from megatrain.config import TrainConfig
+from megatrain.engine import Engine, StepResult
+from megatrain.engine.engine import NonFiniteGradientError
+from megatrain.errors import UserError
+from megatrain.evaluation import EvalResult, evaluate_rows
+from megatrain.monitor import Watchdog
+from megatrain.trainer.prepare import PreparedRun
+from megatrain.trainer.progress import Progress
+from megatrain.trainer.report import Reporter
+from megatrain.trainer.saving import Saver
+from megatrain.trainer.signals import Requests
+from megatrain.trainer.tracing import Tracing
+
+MAX_SKIPPED_STEPS = 20
+"""A run whose last steps were all skipped as non-finite will not recover."""
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Runs a prepared training from where its progress is to its end."""
+
+    config: TrainConfig
+    run: PreparedRun
+    engine: Engine
+    progress: Progress
+    saver: Saver
+    requests: Requests
+    report: Reporter
+    result: EvalResult | None = None
+    """Of the last evaluation."""
+    stopped_by: signal.Signals | None = None
+
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog()
+        self._tracing = Tracing(
+            self.config,
+            self.engine,
+            first=self.progress.step,
+            total_steps=self.run.total_steps,
+            note=self.report.note,
+        )
+
+    def steps(self) -> None:
+        """Train to the last step, or to where a signal ends it.
+
+        Raises:
+            UserError: if it makes no sense to go on; there is a checkpoint then.
+        """
+        progress, total = self.progress, self.run.total_steps
+        if not progress.step:
+            self._evaluate()
+        while progress.step < total and self.stopped_by is None:
+            rate = self.run.learning_rate(progress.step)
+            began = time.perf_counter()
+            done = self._step(rate)
+            seconds = time.perf_counter() - began
+            progress.take(done)
+            self._look_at(done, seconds)
+            last = progress.step == total
+            if last or progress.step % self.config.logging_steps == 0:
+                self.report.step(done, rate)
+            every = self.config.eval_steps
+            if last or (every and progress.step % every == 0):
+                self._evaluate()
+            lost = self._lost()
+            asked = self.requests.take_save() or bool(lost)
+            self.saver.after_step(progress, seconds, asked=asked)
+            if lost:
+                raise lost
+            if self.requests.stop is not None and not last:
+                self.stopped_by = self.requests.stop
+                self.saver.stop(progress, self.stopped_by)
+
+    def _step(self, rate: float) -> StepResult:
+        step, run = self.progress.step, self.run
+        rows = run.sampler.take(run.data.train_rows, step)
+        self._tracing.begin(step)
+        try:
+            done = self.engine.step(rows, learning_rate=rate)
+        except NonFiniteGradientError as error:
+            raise UserError(
+                asked=f"optimizer step {step + 1} without clipping",
+                found=str(error).rstrip("."),
+                change="Or set allow_nonfinite_blocks: true to go on",
+            ) from error
+        self._tracing.end(step)
+        return done
+
+    def _look_at(self, done: StepResult, seconds: float) -> None:
+        """Count a step, and say what is unusual about it."""
+        self.report.throughput.add(done.real_tokens)
+        warnings = self._watchdog.look(self.progress.step, loss=done.loss, seconds=seconds)
+        for notice in (*self.engine.take_notices(), *warnings):
+            self.report.note(notice)
+
+    def _evaluate(self) -> None:
+        rows, size = self.run.data.eval_rows, self.config.per_device_eval_batch_size
+        if not rows:
+            return
+        began = time.perf_counter()
+        self.result = evaluate_rows(self.engine, rows, size)
+        self.report.evaluation(self.result, time.perf_counter() - began)
+        if self.progress.step and self.saver.schedule.due(self.progress.step):
+            self.progress.judge(self.result)
+
+    def _lost(self) -> UserError | None:
+        """Why it makes no sense to go on, if it does not."""
+        step, found = self.progress.step, ""
+        if self.progress.skipped_in_a_row >= MAX_SKIPPED_STEPS:
+            found = f"no finite loss or gradient in {MAX_SKIPPED_STEPS} steps up to {step}"
+        elif self._watchdog.in_spike and self.config.stop_on_loss_spike:
+            found = f"a loss far above what is usual at step {step} (stop_on_loss_spike)"
+        if not found:
+            return None
+        return UserError(
+            asked=f"train to step {self.run.total_steps}",
+            found=found,
+            change="lower the learning rate or look at the data, then go on from a checkpoint"
+            " before that",
+        )
