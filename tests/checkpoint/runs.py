@@ -11,6 +11,7 @@ import pytest
 from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.config import make_config
 from megatrain.trainer import Trainer
+from megatrain.trainer.report import MEASURED
 
 KEYS: dict[str, Any] = {
     "model_name_or_path": "models/base",
@@ -69,7 +70,8 @@ def numbers_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "training_state/state.json").read_text())
     del state["config"]
     for row in state["trainer_state"]["log_history"]:
-        row.pop("tokens_per_second", None)
+        for name in MEASURED:
+            row.pop(name, None)
     return state
 
 

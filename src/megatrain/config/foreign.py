@@ -101,7 +101,10 @@ _met(
     "steps",
 )
 _met("logging_strategy", "a row is logged every logging_steps", "steps")
-_met("logging_nan_inf_filter", "a loss that is not finite is logged as null, never left out")
+_met(
+    "logging_nan_inf_filter",
+    "steps without a finite loss are left out of a row's mean, and counted as skipped_steps",
+)
 _met("include_num_input_tokens_seen", "tokens are always counted, padding never")
 _met("log_on_each_node save_on_each_node", "there is one node")
 _met("disable_tqdm", "the progress display gives way to plain lines where there is no terminal")

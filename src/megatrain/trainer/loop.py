@@ -64,7 +64,7 @@ class Loop:
             self._look_at(done, seconds)
             last = progress.step == total
             if last or progress.step % self.config.logging_steps == 0:
-                self.report.step(done, rate)
+                self.report.figures(done, learning_rate=rate, lane=self._tracing.busiest)
             every = self.config.eval_steps
             if last or (every and progress.step % every == 0):
                 self._evaluate()
@@ -93,8 +93,8 @@ class Loop:
         return done
 
     def _look_at(self, done: StepResult, seconds: float) -> None:
-        """Count a step, and say what is unusual about it."""
-        self.report.throughput.add(done.real_tokens)
+        """Tell of a step, and what is unusual about it."""
+        self.report.step(done)
         warnings = self._watchdog.look(self.progress.step, loss=done.loss, seconds=seconds)
         for notice in (*self.engine.take_notices(), *warnings):
             self.report.note(notice)

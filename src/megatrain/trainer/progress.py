@@ -1,10 +1,11 @@
 """Where a run is, and what `trainer_state.json` says of it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint import TrainingState
 from megatrain.config import TrainConfig
 from megatrain.engine import StepResult
 from megatrain.evaluation import EvalResult
@@ -23,6 +24,37 @@ NOT_OURS = {
 
 
 @dataclass(kw_only=True)
+class Window:
+    """Steps since the last row of the log, which is about all of them."""
+
+    steps: int = 0
+    clipped: int = 0
+    skipped: int = 0
+    finite: int = 0
+    """Steps with a finite loss."""
+    loss_sum: float = 0.0
+    """Of those."""
+    nonfinite_blocks: list[str] = field(default_factory=list)
+    """Whose gradient was not finite in one of the steps."""
+
+    def take(self, done: StepResult) -> None:
+        """Another step."""
+        self.steps += 1
+        self.clipped += done.clipped
+        self.skipped += done.skipped
+        new = set(done.nonfinite_blocks) - set(self.nonfinite_blocks)
+        self.nonfinite_blocks += sorted(new)
+        if math.isfinite(done.loss):
+            self.finite += 1
+            self.loss_sum += done.loss
+
+    @property
+    def loss(self) -> float:
+        """Mean of the finite ones; nan if there is none."""
+        return self.loss_sum / self.finite if self.finite else math.nan
+
+
+@dataclass(kw_only=True)
 class Progress:
     """Changes with every step."""
 
@@ -31,27 +63,36 @@ class Progress:
     tokens_seen: int = 0
     skipped_in_a_row: int = 0
     """Steps up to now that updated nothing."""
+    window: Window = field(default_factory=Window)
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_metric: float | None = None
     best_step: int | None = None
     """Of the best checkpoint so far."""
 
     @classmethod
-    def after(cls, trainer_state: dict[str, Any], tokens_seen: int) -> "Progress":
+    def after(cls, state: TrainingState) -> "Progress":
         """Where a checkpoint was written."""
+        trainer_state, counters = state.trainer_state, dict(state.counters)
         return cls(
-            step=trainer_state["global_step"],
-            tokens_seen=tokens_seen,
+            step=state.step,
+            tokens_seen=state.tokens_seen,
+            window=Window(**counters.pop("window", {})),
+            **counters,
             log_history=list(trainer_state["log_history"]),
             best_metric=trainer_state["best_metric"],
             best_step=trainer_state["best_global_step"],
         )
+
+    def counters(self) -> dict[str, Any]:
+        """What a run that goes on counts further, beside what `trainer_state` has."""
+        return {"skipped_in_a_row": self.skipped_in_a_row, "window": asdict(self.window)}
 
     def take(self, done: StepResult) -> None:
         """Another step is done."""
         self.step += 1
         self.tokens_seen += done.real_tokens
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
+        self.window.take(done)
 
     def judge(self, result: EvalResult) -> None:
         """Take note of an evaluation at whose step a checkpoint is written."""

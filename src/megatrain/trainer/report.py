@@ -9,12 +9,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatrain.engine import StepResult
+from megatrain.engine.meter import memory_in_use
 from megatrain.evaluation import EvalResult
 from megatrain.monitor import Console, RunLog, Throughput, Trackers, finite
+from megatrain.schedule import Lane
 from megatrain.trainer.prepare import PreparedRun
-from megatrain.trainer.progress import Progress
+from megatrain.trainer.progress import Progress, Window
 
 Row = dict[str, Any]
+Busiest = tuple[Lane, float] | None
+MEASURED = frozenset(
+    {
+        "tokens_per_second",
+        "tflops_6n",
+        "mfu_6n",
+        "limiting_lane",
+        "limiting_lane_busy",
+        "gpu_memory_gib",
+        "host_memory_gib",
+        "seconds_left",
+        "eval_runtime",
+        "eval_samples_per_second",
+    }
+)
+"""Figures of a row that are about this machine at this moment: no two runs share them."""
 
 
 @dataclass(kw_only=True)
@@ -26,11 +44,9 @@ class Reporter:
     console: Console
     log: RunLog
     trackers: Trackers
+    throughput: Throughput
     listeners: Iterable[Callable[[Row], None]]
     """Given each row after it is written."""
-
-    def __post_init__(self) -> None:
-        self.throughput = Throughput(self.progress.step)
 
     def note(self, text: str) -> None:
         """One line for a person."""
@@ -45,34 +61,63 @@ class Reporter:
         for listener in self.listeners:
             listener(clean)
 
-    def step(self, result: StepResult, learning_rate: float) -> None:
-        """The row of a step."""
-        step, run = self.progress.step, self.run
+    def step(self, done: StepResult) -> None:
+        """A step has been done."""
+        self.throughput.add(done.real_tokens)
+        self.console.advance(self.progress.step)
+
+    def figures(self, last: StepResult, *, learning_rate: float, lane: Busiest) -> None:
+        """The row of all steps since the row before.
+
+        Args:
+            last: of them.
+            learning_rate: of the last one.
+            lane: that was busiest when it was looked at last, and the share of time.
+        """
+        progress, run, window = self.progress, self.run, self.progress.window
         row: Row = {
-            "step": step,
-            "epoch": round(run.sampler.epochs_after(step), 4),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "step": progress.step,
+            "epoch": self._epoch(),
+            "loss": window.loss,
+            "grad_norm": last.grad_norm,
             "learning_rate": learning_rate,
-            "skipped": result.skipped,
-            "tokens_per_second": self.throughput.tokens_per_second(),
-            "num_input_tokens_seen": self.progress.tokens_seen,
+            "num_input_tokens_seen": progress.tokens_seen,
+            "skipped_steps": window.skipped,
         }
-        if result.nonfinite_blocks:
-            row["nonfinite_blocks"] = list(result.nonfinite_blocks)
+        if run.options.max_grad_norm > 0:
+            row["clip_rate"] = window.clipped / window.steps
+        if window.nonfinite_blocks:
+            row["nonfinite_blocks"] = window.nonfinite_blocks
+        row |= self.throughput.figures() | memory_in_use(run.device)
+        if lane is not None:
+            row |= {"limiting_lane": lane[0].value, "limiting_lane_busy": round(lane[1], 3)}
+        left = self.throughput.seconds_left(progress.step, run.total_steps)
+        row["seconds_left"] = round(left, 1)
+        progress.window = Window()
         self.row(row)
-        left = self.throughput.seconds_left(step, run.total_steps)
         self.console.step(row, seconds_left=left)
 
     def evaluation(self, result: EvalResult, seconds: float) -> None:
         """The row of an evaluation that took so long."""
         self.throughput.leave_out(seconds)
-        step = self.progress.step
-        self.row({"step": step, "eval_loss": result.loss, "eval_perplexity": result.perplexity})
+        step, count = self.progress.step, len(self.run.data.eval_rows)
+        self.row(
+            {
+                "step": step,
+                "epoch": self._epoch(),
+                "eval_loss": result.loss,
+                "eval_perplexity": result.perplexity,
+                "eval_runtime": round(seconds, 4),
+                "eval_samples_per_second": round(count / seconds, 3),
+            }
+        )
         self.note(
             f"held-out after step {step}: loss {result.loss:.4f},"
             f" perplexity {result.perplexity:.3f}"
         )
+
+    def _epoch(self) -> float:
+        return round(self.run.sampler.epochs_after(self.progress.step), 4)
 
     def checkpoint(self, row: Row) -> None:
         """What a checkpoint has cost: in the log only."""

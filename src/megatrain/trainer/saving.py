@@ -199,6 +199,7 @@ class Saver:
             data_digest=run.data.digest,
             config=config.model_dump(),
             trainer_state=progress.trainer_state(config, run, Path(config.output_dir)),
+            counters=progress.counters(),
             versions={"megatrain": __version__, "torch": torch.__version__},
         )
 

@@ -10,11 +10,14 @@ import torch
 from megatrain.checkpoint import Disk
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine, Loss, cross_entropy
+from megatrain.engine.meter import matmul_flops_per_s
 from megatrain.evaluation import EvalResult
 from megatrain.memory import BlockStore
+from megatrain.memory.store import DTYPES
+from megatrain.models.active import flops_per_token
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport
-from megatrain.monitor import Console, RunLog, Trackers, check_installed
+from megatrain.monitor import Console, RunLog, Throughput, Trackers, check_installed
 from megatrain.placing import RunPlan, plan_run
 from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.loop import Loop
@@ -66,8 +69,7 @@ class Trainer:
         """Each is given every row of the log."""
         self.progress = Progress()
         if self.resumed is not None:
-            state = self.resumed.state
-            self.progress = Progress.after(state.trainer_state, state.tokens_seen)
+            self.progress = Progress.after(self.resumed.state)
         first = self.progress.step
         room = self.output.check_room(
             config, run.contents, SaveSchedule.of(config, run).count(first)
@@ -106,11 +108,12 @@ class Trainer:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         with self.output as output, Console(run.total_steps, quiet=self.quiet) as console:
+            matmul = matmul_flops_per_s(run.device, DTYPES[run.compute_dtype])
             plan = self._plan()
             store = self._load_weights(console.note, plan.resident)
             engine = self._engine(plan, store)
             writer = output.writer(config, run, store)
-            report = self._reporter(console)
+            report = self._reporter(console, matmul)
             saver = Saver(config=config, run=run, writer=writer, engine=engine, report=report)
             report.note(self._summary(plan, saver))
             record = RunRecord(output.path, continues=self.continues, note=report.note)
@@ -152,7 +155,7 @@ class Trainer:
             raise SystemExit(128 + loop.stopped_by)
         return loop.result
 
-    def _reporter(self, console: Console) -> Reporter:
+    def _reporter(self, console: Console, matmul: float | None) -> Reporter:
         config, output = self.config, self.output.path
         # Of this run alone; what a resumed run does again is not in it twice.
         after_step = self.progress.step if self.continues else None
@@ -167,6 +170,11 @@ class Trainer:
                 run_name=config.run_name or output.name,
                 config=config.model_dump(),
                 note=console.note,
+            ),
+            throughput=Throughput(
+                self.progress.step,
+                flops_per_token=flops_per_token(self.model),
+                matmul_flops_per_s=matmul,
             ),
             listeners=self.listeners,
         )
