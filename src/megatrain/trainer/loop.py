@@ -13,6 +13,7 @@ from megatrain.monitor import Watchdog
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
+from megatrain.trainer.rhythm import Rhythms
 from megatrain.trainer.saving import Saver
 from megatrain.trainer.signals import Requests
 from megatrain.trainer.tracing import Tracing
@@ -35,9 +36,11 @@ class Loop:
     result: EvalResult | None = None
     """Of the last evaluation."""
     stopped_by: signal.Signals | None = None
+    ended: str = ""
+    """Why it ended before its last step, if that was wanted."""
 
     def __post_init__(self) -> None:
-        self._watchdog = Watchdog()
+        self._watchdog, self._rhythms = Watchdog(), Rhythms.of(self.config, self.run)
         self._tracing = Tracing(
             self.config,
             self.engine,
@@ -53,29 +56,38 @@ class Loop:
             UserError: if it makes no sense to go on; there is a checkpoint then.
         """
         progress, total = self.progress, self.run.total_steps
-        if not progress.step:
+        if self._rhythms.at_start and not progress.step:
             self._evaluate()
-        while progress.step < total and self.stopped_by is None:
+        while progress.step < total and not self.ended and self.stopped_by is None:
             rate = self.run.learning_rate(progress.step)
             began = time.perf_counter()
             done = self._step(rate)
             seconds = time.perf_counter() - began
             progress.take(done)
             self._look_at(done, seconds)
-            last = progress.step == total
-            if last or progress.step % self.config.logging_steps == 0:
+            if self._rhythms.log.due(progress.step):
                 self.report.figures(done, learning_rate=rate, lane=self._tracing.busiest)
-            every = self.config.eval_steps
-            if last or (every and progress.step % every == 0):
+            if self._rhythms.evaluate.due(progress.step):
                 self._evaluate()
             lost = self._lost()
-            asked = self.requests.take_save() or bool(lost)
+            asked = self.requests.take_save() or bool(lost) or self._saves_at_end
             self.saver.after_step(progress, seconds, asked=asked)
             if lost:
                 raise lost
-            if self.requests.stop is not None and not last:
+            if self.requests.stop is not None and progress.step < total:
                 self.stopped_by = self.requests.stop
                 self.saver.stop(progress, self.stopped_by)
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.stopped_by is not None:
+            return f"stopped by {self.stopped_by.name}"
+        return f"ended early: {self.ended}" if self.ended else "finished"
+
+    @property
+    def _saves_at_end(self) -> bool:
+        return bool(self.ended) and self.config.save_strategy != "no"
 
     def _step(self, rate: float) -> StepResult:
         step, run = self.progress.step, self.run
@@ -100,14 +112,26 @@ class Loop:
             self.report.note(notice)
 
     def _evaluate(self) -> None:
-        rows, size = self.run.data.eval_rows, self.config.per_device_eval_batch_size
-        if not rows:
-            return
+        config, progress = self.config, self.progress
         began = time.perf_counter()
-        self.result = evaluate_rows(self.engine, rows, size)
+        size = config.per_device_eval_batch_size
+        self.result = evaluate_rows(self.engine, self.run.data.eval_rows, size)
         self.report.evaluation(self.result, time.perf_counter() - began)
-        if self.progress.step and self.saver.schedule.due(self.progress.step):
-            self.progress.judge(self.result)
+        if not progress.step:
+            return
+        saves = self.saver.rhythm.due(progress.step)
+        progress.judge(self.result.loss, config, at_checkpoint=saves)
+        patience = config.early_stopping_patience
+        if patience is not None and progress.worse_in_a_row >= patience:
+            name = config.metric_for_best_model or "loss"
+            self._end(f"no better {name} in {progress.worse_in_a_row} evaluations")
+
+    def _end(self, why: str) -> None:
+        """End after this step, with its checkpoint and the model."""
+        step, total = self.progress.step, self.run.total_steps
+        if not self.ended and step < total:
+            self.ended = why
+            self.report.note(f"the run ends after step {step} of {total}: {why}")
 
     def _lost(self) -> UserError | None:
         """Why it makes no sense to go on, if it does not."""

@@ -8,8 +8,8 @@ from typing import Any
 from megatrain.checkpoint import TrainingState
 from megatrain.config import TrainConfig
 from megatrain.engine import StepResult
-from megatrain.evaluation import EvalResult
 from megatrain.trainer.prepare import PreparedRun
+from megatrain.trainer.rhythm import Rhythms
 
 NOT_OURS = {
     "is_hyper_param_search": False,
@@ -21,6 +21,15 @@ NOT_OURS = {
     "trial_params": None,
 }
 """What transformers' TrainerState has beside, with its defaults."""
+LARGEST_EXPONENT = 700.0
+"""Of e, before it is infinite."""
+
+
+def metric(loss: float, config: TrainConfig) -> float:
+    """`metric_for_best_model` of a held-out loss."""
+    if "perplexity" not in (config.metric_for_best_model or "loss"):
+        return loss
+    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
 
 
 @dataclass(kw_only=True)
@@ -65,9 +74,13 @@ class Progress:
     """Steps up to now that updated nothing."""
     window: Window = field(default_factory=Window)
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    best_metric: float | None = None
+    best_loss: float | None = None
     best_step: int | None = None
     """Of the best checkpoint so far."""
+    lowest_loss: float | None = None
+    """Of all evaluations during training, at a checkpoint or not."""
+    worse_in_a_row: int = 0
+    """Evaluations up to now that were not better than the best before them."""
 
     @classmethod
     def after(cls, state: TrainingState) -> "Progress":
@@ -76,16 +89,22 @@ class Progress:
         return cls(
             step=state.step,
             tokens_seen=state.tokens_seen,
+            log_history=list(trainer_state["log_history"]),
+            best_loss=counters.pop("best_loss", trainer_state["best_metric"]),
+            best_step=trainer_state["best_global_step"],
             window=Window(**counters.pop("window", {})),
             **counters,
-            log_history=list(trainer_state["log_history"]),
-            best_metric=trainer_state["best_metric"],
-            best_step=trainer_state["best_global_step"],
         )
 
     def counters(self) -> dict[str, Any]:
         """What a run that goes on counts further, beside what `trainer_state` has."""
-        return {"skipped_in_a_row": self.skipped_in_a_row, "window": asdict(self.window)}
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "window": asdict(self.window),
+            "best_loss": self.best_loss,
+            "lowest_loss": self.lowest_loss,
+            "worse_in_a_row": self.worse_in_a_row,
+        }
 
     def take(self, done: StepResult) -> None:
         """Another step is done."""
@@ -94,11 +113,23 @@ class Progress:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
         self.window.take(done)
 
-    def judge(self, result: EvalResult) -> None:
-        """Take note of an evaluation at whose step a checkpoint is written."""
-        loss = result.loss
-        if math.isfinite(loss) and (self.best_metric is None or loss < self.best_metric):
-            self.best_metric, self.best_step = loss, self.step
+    def judge(self, loss: float, config: TrainConfig, *, at_checkpoint: bool) -> None:
+        """Take note of an evaluation, as transformers' EarlyStoppingCallback counts them.
+
+        Args:
+            loss: of the held-out rows.
+            config: says what is better.
+            at_checkpoint: a checkpoint is written at this step.
+        """
+        best = math.inf if self.lowest_loss is None else self.lowest_loss
+        gain = metric(best, config) - metric(loss, config)
+        self.worse_in_a_row = (
+            0 if gain > config.early_stopping_threshold else (self.worse_in_a_row + 1)
+        )
+        if loss < best:
+            self.lowest_loss = loss
+        if at_checkpoint and loss < (math.inf if self.best_loss is None else self.best_loss):
+            self.best_loss, self.best_step = loss, self.step
 
     def best(self, output: Path) -> Path | None:
         """Where the best checkpoint should be; None before there is one."""
@@ -111,23 +142,23 @@ class Progress:
         for name in ("loss", "grad_norm", "eval_loss", "eval_perplexity"):
             values = [row[name] for row in self.log_history if name in row]
             found |= {name: values[-1]} if values else {}
-        return found | {"best_step": self.best_step, "best_metric": self.best_metric}
+        return found | {"best_step": self.best_step, "best_eval_loss": self.best_loss}
 
     def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
         """As transformers' Trainer writes it."""
-        best = self.best(output)
+        best, rhythms = self.best(output), Rhythms.of(config, run)
         return NOT_OURS | {
             "best_global_step": self.best_step,
-            "best_metric": self.best_metric,
+            "best_metric": None if self.best_loss is None else metric(self.best_loss, config),
             "best_model_checkpoint": None if best is None else str(best),
             "epoch": run.sampler.epochs_after(self.step),
-            "eval_steps": config.eval_steps,
+            "eval_steps": rhythms.evaluate.every,
             "global_step": self.step,
             "log_history": list(self.log_history),
-            "logging_steps": config.logging_steps,
+            "logging_steps": rhythms.log.every,
             "max_steps": run.total_steps,
             "num_input_tokens_seen": self.tokens_seen,
             "num_train_epochs": math.ceil(run.sampler.epochs_after(run.total_steps)),
-            "save_steps": config.save_steps,
+            "save_steps": rhythms.save.every,
             "train_batch_size": config.per_device_train_batch_size,
         }

@@ -5,9 +5,7 @@ import os
 import signal
 import statistics
 import time
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
+from megatrain.trainer.rhythm import Rhythms
 from megatrain.units import format_bytes
 
 GRACE_S = 30.0
@@ -30,43 +29,6 @@ PROBE_BYTES = 2**27
 RECENT_STEPS = 20
 LONGEST_GAP = 64
 """Steps between two attempts at a checkpoint that failed."""
-
-
-class SaveSchedule:
-    """After which steps a checkpoint is due.
-
-    Args:
-        steps: those, ascending; without the last one of the run, if it is not among them.
-        total_steps: of the run.
-    """
-
-    def __init__(self, steps: Sequence[int] | None, *, total_steps: int) -> None:
-        self._steps, self._total = steps, total_steps
-
-    @classmethod
-    def of(cls, config: TrainConfig, run: PreparedRun) -> "SaveSchedule":
-        """As the config says."""
-        steps: Sequence[int] | None = None
-        total = run.total_steps
-        if config.save_strategy == "epoch":  # packed, epochs have steps of their own number
-            epochs = range(1, math.floor(run.sampler.epochs_after(total)) + 1)
-            steps = [run.sampler.steps_in(epoch) for epoch in epochs]
-        elif config.save_strategy == "steps":
-            share = config.save_steps < 1
-            every = math.ceil(config.save_steps * total if share else config.save_steps)
-            steps = range(every, total + 1, every)
-        return cls(steps, total_steps=total)
-
-    def due(self, step: int) -> bool:
-        """After those steps and the last one."""
-        return self._steps is not None and (step in self._steps or step == self._total)
-
-    def count(self, after: int) -> int:
-        """Checkpoints yet to come after a step."""
-        if self._steps is None or after >= self._total:
-            return 0
-        extra = self._total not in self._steps
-        return len(self._steps) - bisect_right(self._steps, after) + extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +83,7 @@ class Saver:
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
         self._report = report
-        self.schedule = SaveSchedule.of(config, run)
+        self.rhythm = Rhythms.of(config, run).save
         self._snapshot: Snapshot | None = None
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
@@ -159,7 +121,7 @@ class Saver:
         if asked and self._writer is None:
             self._report.note("a checkpoint was asked for, but save_strategy is no")
         retry = self._retry_at is not None and progress.step >= self._retry_at
-        if asked or retry or self.schedule.due(progress.step):
+        if asked or retry or self.rhythm.due(progress.step):
             self.save(progress)
 
     def save(self, progress: Progress) -> None:

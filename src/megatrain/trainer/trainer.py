@@ -27,7 +27,8 @@ from megatrain.trainer.progress import Progress
 from megatrain.trainer.record import RunRecord
 from megatrain.trainer.report import Reporter
 from megatrain.trainer.resume import may_resume, resume
-from megatrain.trainer.saving import Saver, SaveSchedule
+from megatrain.trainer.rhythm import Rhythms
+from megatrain.trainer.saving import Saver
 from megatrain.trainer.signals import Requests
 
 
@@ -70,10 +71,8 @@ class Trainer:
         self.progress = Progress()
         if self.resumed is not None:
             self.progress = Progress.after(self.resumed.state)
-        first = self.progress.step
-        room = self.output.check_room(
-            config, run.contents, SaveSchedule.of(config, run).count(first)
-        )
+        saves = Rhythms.of(config, run).save.count(self.progress.step)
+        room = self.output.check_room(config, run.contents, saves)
         self.notes += [room] if room else []
 
     @property
@@ -141,8 +140,7 @@ class Trainer:
                     # Before the last checkpoint is asked after: if that failed, this may yet fit.
                     report.note(output.save_model(config, run, store, self.progress))
                     saver.finish(self.progress)
-                by = loop.stopped_by
-                how = "finished" if by is None else f"stopped by {by.name}"
+                how = loop.how
             finally:
                 saver.wait()  # what it copies from must stay
                 report.close()
