@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback, TrainerState
 
 from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.config import make_config
@@ -42,6 +43,18 @@ def train(*, disk: Disk | None = None, **changes: Any) -> Trainer:
     return made
 
 
+class OnRow(TrainerCallback):
+    """Gives each row of the log to a function."""
+
+    def __init__(self, act: Callable[[dict[str, Any]], None]) -> None:
+        self.act = act
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **others: Any
+    ) -> None:
+        self.act({"step": state.global_step} | logs)
+
+
 class Stopped(Exception):  # noqa: N818  no error: a run that ends in the middle
     """Raised where a run is to end."""
 
@@ -54,7 +67,7 @@ def train_until(step: int, **changes: Any) -> None:
         if row["step"] > step:
             raise Stopped
 
-    made.listeners.append(stop)
+    made.add_callback(OnRow(stop))
     with pytest.raises(Stopped):
         made.train()
 

@@ -15,7 +15,7 @@ from benchmarks.kill_and_resume import Campaign, make_input
 
 from megatrain.checkpoint import checkpoints, verify
 
-from .runs import KEYS, tensors_of, train, trainer
+from .runs import KEYS, OnRow, tensors_of, train, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def ask(number: signal.Signals, *, at_step: int, made: Any) -> None:
         if row["step"] == at_step:
             os.kill(os.getpid(), number)
 
-    made.listeners.append(then)
+    made.add_callback(OnRow(then))
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_save_can_be_asked_for(workspace: Path) -> None:
         if row["step"] == 5:
             Path("out/SAVE").touch()
 
-    made.listeners.append(trigger)
+    made.add_callback(OnRow(trigger))
     made.train()
     assert list(checkpoints(Path("out"))) == [3, 5, 8]
     assert not Path("out/SAVE").exists()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, TrainerState
 from megatrain.errors import UserError
 from megatrain.trainer.report import MEASURED
 
-from .runs import numbers_of, tensors_of, train, train_until, trainer
+from .runs import OnRow, numbers_of, tensors_of, train, train_until, trainer
 
 LAST = "checkpoint-8"
 
@@ -267,7 +267,7 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
                 (folder / "config.json").write_text("{}")
             made.progress.best_step = 2
 
-    made.listeners.append(spoil)
+    made.add_callback(OnRow(spoil))
     made.train()
     assert "the last one and not the best (checkpoint-2" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained("out")

@@ -173,7 +173,10 @@ _refused(
 _refused("eval_delay", "use eval_on_start: false, and eval_steps or eval_strategy", 0, 0.0)
 _refused("include_for_metrics batch_eval_metrics", "evaluation takes the loss only", [])
 _refused("enable_jit_checkpoint", "save_on_signal: true writes a checkpoint when a signal comes")
-_refused("restore_callback_states_from_checkpoint", "callbacks have no state here")
+_refused(
+    "restore_callback_states_from_checkpoint",
+    "callbacks begin anew; early_stopping_patience does not",
+)
 _refused(
     "push_to_hub hub_token hub_private_repo hub_model_id hub_always_push hub_revision",
     "use megatrain export --push-to-hub afterwards",

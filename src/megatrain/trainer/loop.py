@@ -40,6 +40,7 @@ class Loop:
     """Why it ended before its last step, if that was wanted."""
 
     def __post_init__(self) -> None:
+        self._first, self._evaluated_at = self.progress.step, -1
         self._watchdog, self._rhythms = Watchdog(), Rhythms.of(self.config, self.run)
         self._tracing = Tracing(
             self.config,
@@ -55,28 +56,31 @@ class Loop:
         Raises:
             UserError: if it makes no sense to go on; there is a checkpoint then.
         """
-        progress, total = self.progress, self.run.total_steps
+        progress, total, callbacks = self.progress, self.run.total_steps, self.report.callbacks
+        callbacks.fire("on_train_begin")
         if self._rhythms.at_start and not progress.step:
             self._evaluate()
         while progress.step < total and not self.ended and self.stopped_by is None:
+            if progress.step == self._first or self._epoch_ends:
+                callbacks.fire("on_epoch_begin")
+            callbacks.fire("on_step_begin")
             rate = self.run.learning_rate(progress.step)
             began = time.perf_counter()
             done = self._step(rate)
             seconds = time.perf_counter() - began
             progress.take(done)
             self._look_at(done, seconds)
-            if self._rhythms.log.due(progress.step):
-                self.report.figures(done, learning_rate=rate, lane=self._tracing.busiest)
-            if self._rhythms.evaluate.due(progress.step):
-                self._evaluate()
+            callbacks.fire("on_step_end")
+            self._log_and_evaluate(done, rate)
+            if self._epoch_ends:
+                callbacks.fire("on_epoch_end")
+                self._log_and_evaluate(done, rate)
             lost = self._lost()
-            asked = self.requests.take_save() or bool(lost) or self._saves_at_end
+            asked = self.requests.take_save() or callbacks.control.should_save or bool(lost)
             self.saver.after_step(progress, seconds, asked=asked)
             if lost:
                 raise lost
-            if self.requests.stop is not None and progress.step < total:
-                self.stopped_by = self.requests.stop
-                self.saver.stop(progress, self.stopped_by)
+            self._look_for_an_end()
 
     @property
     def how(self) -> str:
@@ -86,8 +90,9 @@ class Loop:
         return f"ended early: {self.ended}" if self.ended else "finished"
 
     @property
-    def _saves_at_end(self) -> bool:
-        return bool(self.ended) and self.config.save_strategy != "no"
+    def _epoch_ends(self) -> bool:
+        """Whether the last step was the last of its epoch."""
+        return self._rhythms.epoch.due(self.progress.step)
 
     def _step(self, rate: float) -> StepResult:
         step, run = self.progress.step, self.run
@@ -111,20 +116,44 @@ class Loop:
         for notice in (*self.engine.take_notices(), *warnings):
             self.report.note(notice)
 
+    def _log_and_evaluate(self, done: StepResult, rate: float) -> None:
+        """What is due or wished for, and has not been done since the last step."""
+        control, step = self.report.callbacks.control, self.progress.step
+        logs = self._rhythms.log.due(step) or control.should_log
+        if logs and self.progress.window.steps:
+            self.report.figures(done, learning_rate=rate, lane=self._tracing.busiest)
+        evaluates = self._rhythms.evaluate.due(step) or control.should_evaluate
+        if evaluates and self._evaluated_at != step:
+            self._evaluate()
+
     def _evaluate(self) -> None:
         config, progress = self.config, self.progress
+        self._evaluated_at = progress.step
+        if not self.run.data.eval_rows:
+            self.report.note("a callback asks for an evaluation, and no rows are held out")
+            return
         began = time.perf_counter()
         size = config.per_device_eval_batch_size
         self.result = evaluate_rows(self.engine, self.run.data.eval_rows, size)
         self.report.evaluation(self.result, time.perf_counter() - began)
         if not progress.step:
             return
-        saves = self.saver.rhythm.due(progress.step)
+        saves = self.saver.rhythm.due(progress.step) or self.report.callbacks.control.should_save
         progress.judge(self.result.loss, config, at_checkpoint=saves)
         patience = config.early_stopping_patience
         if patience is not None and progress.worse_in_a_row >= patience:
             name = config.metric_for_best_model or "loss"
             self._end(f"no better {name} in {progress.worse_in_a_row} evaluations")
+
+    def _look_for_an_end(self) -> None:
+        progress = self.progress
+        if self.report.callbacks.control.should_training_stop:
+            self._end("a callback asked for it")
+        if self.ended and self.config.save_strategy != "no":
+            self.saver.save(progress)
+        if self.requests.stop is not None and progress.step < self.run.total_steps:
+            self.stopped_by = self.requests.stop
+            self.saver.stop(progress, self.stopped_by)
 
     def _end(self, why: str) -> None:
         """End after this step, with its checkpoint and the model."""

@@ -78,6 +78,7 @@ class Progress:
     best_step: int | None = None
     """Of the best checkpoint so far."""
     lowest_loss: float | None = None
+    lowest_step: int | None = None
     """Of all evaluations during training, at a checkpoint or not."""
     worse_in_a_row: int = 0
     """Evaluations up to now that were not better than the best before them."""
@@ -91,7 +92,7 @@ class Progress:
             tokens_seen=state.tokens_seen,
             log_history=list(trainer_state["log_history"]),
             best_loss=counters.pop("best_loss", trainer_state["best_metric"]),
-            best_step=trainer_state["best_global_step"],
+            best_step=counters.pop("best_step", trainer_state["best_global_step"]),
             window=Window(**counters.pop("window", {})),
             **counters,
         )
@@ -102,7 +103,9 @@ class Progress:
             "skipped_in_a_row": self.skipped_in_a_row,
             "window": asdict(self.window),
             "best_loss": self.best_loss,
+            "best_step": self.best_step,
             "lowest_loss": self.lowest_loss,
+            "lowest_step": self.lowest_step,
             "worse_in_a_row": self.worse_in_a_row,
         }
 
@@ -127,7 +130,7 @@ class Progress:
             0 if gain > config.early_stopping_threshold else (self.worse_in_a_row + 1)
         )
         if loss < best:
-            self.lowest_loss = loss
+            self.lowest_loss, self.lowest_step = loss, self.step
         if at_checkpoint and loss < (math.inf if self.best_loss is None else self.best_loss):
             self.best_loss, self.best_step = loss, self.step
 
@@ -144,13 +147,20 @@ class Progress:
             found |= {name: values[-1]} if values else {}
         return found | {"best_step": self.best_step, "best_eval_loss": self.best_loss}
 
+    def best_figures(self, config: TrainConfig, output: Path) -> dict[str, Any]:
+        """As transformers has them: the best evaluation, and the best checkpoint."""
+        lowest, best = self.lowest_loss, self.best(output)
+        return {
+            "best_global_step": self.lowest_step,
+            "best_metric": None if lowest is None else metric(lowest, config),
+            "best_model_checkpoint": None if best is None else str(best),
+        }
+
     def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
         """As transformers' Trainer writes it."""
-        best, rhythms = self.best(output), Rhythms.of(config, run)
+        rhythms = Rhythms.of(config, run)
         return NOT_OURS | {
-            "best_global_step": self.best_step,
-            "best_metric": None if self.best_loss is None else metric(self.best_loss, config),
-            "best_model_checkpoint": None if best is None else str(best),
+            **self.best_figures(config, output),
             "epoch": run.sampler.epochs_after(self.step),
             "eval_steps": rhythms.evaluate.every,
             "global_step": self.step,

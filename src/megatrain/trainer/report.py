@@ -4,7 +4,6 @@ Promise: a row is in `log.jsonl` and in the history of the next checkpoint befor
 as a tracker, gets it.
 """
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatrain.engine.meter import memory_in_use
 from megatrain.evaluation import EvalResult
 from megatrain.monitor import Console, RunLog, Throughput, Trackers, finite
 from megatrain.schedule import Lane
+from megatrain.trainer.callbacks import Callbacks
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress, Window
 
@@ -37,7 +37,7 @@ MEASURED = frozenset(
 
 @dataclass(kw_only=True)
 class Reporter:
-    """Console, `log.jsonl`, trackers, and the history that checkpoints keep."""
+    """Console, `log.jsonl`, trackers, callbacks, and the history that checkpoints keep."""
 
     run: PreparedRun
     progress: Progress
@@ -45,8 +45,7 @@ class Reporter:
     log: RunLog
     trackers: Trackers
     throughput: Throughput
-    listeners: Iterable[Callable[[Row], None]]
-    """Given each row after it is written."""
+    callbacks: Callbacks
 
     def note(self, text: str) -> None:
         """One line for a person."""
@@ -58,8 +57,8 @@ class Reporter:
         self.progress.log_history.append(clean)
         self.log.write(clean)
         self.trackers.log(clean)
-        for listener in self.listeners:
-            listener(clean)
+        logs = {name: value for name, value in clean.items() if name != "step"}
+        self.callbacks.fire("on_log", logs=logs)
 
     def step(self, done: StepResult) -> None:
         """A step has been done."""
@@ -101,27 +100,27 @@ class Reporter:
         """The row of an evaluation that took so long."""
         self.throughput.leave_out(seconds)
         step, count = self.progress.step, len(self.run.data.eval_rows)
-        self.row(
-            {
-                "step": step,
-                "epoch": self._epoch(),
-                "eval_loss": result.loss,
-                "eval_perplexity": result.perplexity,
-                "eval_runtime": round(seconds, 4),
-                "eval_samples_per_second": round(count / seconds, 3),
-            }
-        )
+        figures = {
+            "epoch": self._epoch(),
+            "eval_loss": result.loss,
+            "eval_perplexity": result.perplexity,
+            "eval_runtime": round(seconds, 4),
+            "eval_samples_per_second": round(count / seconds, 3),
+        }
+        self.row({"step": step} | figures)
         self.note(
             f"held-out after step {step}: loss {result.loss:.4f},"
             f" perplexity {result.perplexity:.3f}"
         )
+        self.callbacks.fire("on_evaluate", metrics=figures)
 
     def _epoch(self) -> float:
         return round(self.run.sampler.epochs_after(self.progress.step), 4)
 
-    def checkpoint(self, row: Row) -> None:
-        """What a checkpoint has cost: in the log only."""
+    def checkpoint(self, row: Row, state: Row) -> None:
+        """A checkpoint is whole: what it has cost, and the run's state that is in it."""
         self.log.write(row)
+        self.callbacks.fire("on_save", state=state)
 
     def close(self) -> None:
         """The run has ended."""

@@ -88,6 +88,8 @@ class Saver:
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
         self._expected_s = self._flush_s = self._held_up_s = 0.0
+        self._written: dict[str, Any] = {}
+        """trainer_state.json of the snapshot."""
         self._retry_at: int | None = None
         self._gap = 1
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -138,7 +140,9 @@ class Saver:
         self._step, self._retry_at = progress.step, None
         try:
             best = progress.best(self._writer.output)
-            self._snapshot = self._writer.start(self._state(progress), best=best)
+            state = self._state(progress)
+            self._snapshot = self._writer.start(state, best=best)
+            self._written = state.trainer_state
         except Exception as error:  # noqa: BLE001  libraries raise what they like on a full disk
             self._failed(error)
             return
@@ -239,7 +243,7 @@ class Saver:
         self._report.note(figures.in_words())
         if snapshot.warning:
             self._report.note(snapshot.warning)
-        self._report.checkpoint(figures.row())
+        self._report.checkpoint(figures.row(), self._written)
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)

@@ -1,9 +1,8 @@
 """A training run from its config to the model on disk."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from megatrain.models.weights import LoadReport
 from megatrain.monitor import Console, RunLog, Throughput, Trackers, check_installed
 from megatrain.placing import RunPlan, plan_run
 from megatrain.preflight import check_run, claim_file
+from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
 from megatrain.trainer.loop import Loop
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
@@ -37,6 +37,7 @@ class Trainer:
 
     Args:
         config: see `TrainConfig`.
+        callbacks: of transformers, objects or classes; see docs/monitoring.md.
         loss: a loss of your own; see `megatrain.engine.loss.Loss`.
         quiet: print nothing.
         disk: where checkpoints go; the real one by default.
@@ -49,12 +50,14 @@ class Trainer:
         self,
         config: TrainConfig,
         *,
+        callbacks: Sequence[Callback] = (),
         loss: Loss = cross_entropy,
         quiet: bool = False,
         disk: Disk | None = None,
     ) -> None:
         if not isinstance(config, TrainConfig):
             raise TypeError(f"config is a {type(config).__name__}: make it with TrainConfig(...)")
+        given = check_callbacks(callbacks)
         check_run(**config.paths())
         check_installed(config.report_to)
         self.config, self.loss, self.quiet = config, loss, quiet
@@ -66,14 +69,20 @@ class Trainer:
         if config.trace is not None:
             claim_file("trace", Path(config.trace))
         self.resumed = resume(config, run, self.notes.append) if resumes else None
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
-        """Each is given every row of the log."""
         self.progress = Progress()
         if self.resumed is not None:
             self.progress = Progress.after(self.resumed.state)
         saves = Rhythms.of(config, run).save.count(self.progress.step)
         room = self.output.check_room(config, run.contents, saves)
         self.notes += [room] if room else []
+        self.callbacks = Callbacks(
+            given, config=config, run=run, progress=self.progress, output=self.output.path
+        )
+        self.callbacks.fire("on_init_end")
+
+    def add_callback(self, callback: Callback) -> None:
+        """One more, as in transformers' Trainer."""
+        self.callbacks.add(callback)
 
     @property
     def continues(self) -> bool:
@@ -134,12 +143,7 @@ class Trainer:
                         report=report,
                     )
                     loop.steps()
-                if loop.stopped_by is None:
-                    saver.wait()
-                    engine.flush()
-                    # Before the last checkpoint is asked after: if that failed, this may yet fit.
-                    report.note(output.save_model(config, run, store, self.progress))
-                    saver.finish(self.progress)
+                self._finish(loop, store)
                 how = loop.how
             finally:
                 saver.wait()  # what it copies from must stay
@@ -152,6 +156,17 @@ class Trainer:
         if loop.stopped_by is not None:
             raise SystemExit(128 + loop.stopped_by)
         return loop.result
+
+    def _finish(self, loop: Loop, store: BlockStore) -> None:
+        """The model and the last checkpoint, unless a signal has ended the run."""
+        loop.saver.wait()
+        if loop.stopped_by is None:
+            loop.engine.flush()
+            # Before the last checkpoint is asked after: if that failed, this may yet fit.
+            written = self.output.save_model(self.config, self.run, store, self.progress)
+            loop.report.note(written)
+            loop.saver.finish(self.progress)
+        self.callbacks.fire("on_train_end")
 
     def _reporter(self, console: Console, matmul: float | None) -> Reporter:
         config, output = self.config, self.output.path
@@ -174,7 +189,7 @@ class Trainer:
                 flops_per_token=flops_per_token(self.model),
                 matmul_flops_per_s=matmul,
             ),
-            listeners=self.listeners,
+            callbacks=self.callbacks,
         )
 
     def _engine(self, plan: RunPlan, store: BlockStore) -> Engine:
