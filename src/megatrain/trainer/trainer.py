@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from megatrain.monitor import Console, RunLog, Throughput, Trackers, check_insta
 from megatrain.placing import RunPlan, plan_run
 from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
+from megatrain.trainer.dataset import Records, config_of
 from megatrain.trainer.loop import Loop
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
@@ -79,6 +81,39 @@ class Trainer:
             given, config=config, run=run, progress=self.progress, output=self.output.path
         )
         self.callbacks.fire("on_init_end")
+
+    @classmethod
+    def from_dataset(
+        cls,
+        model: str | Path,
+        args: Any,
+        train_dataset: Records,
+        eval_dataset: Records | None = None,
+        *,
+        callbacks: Sequence[Callback] = (),
+        loss: Loss = cross_entropy,
+        quiet: bool = False,
+        **keys: Any,
+    ) -> "Trainer":
+        """A trainer of rows that are in memory, in any of the formats that files may have.
+
+        Args:
+            model: directory or id.
+            args: transformers' TrainingArguments, TRL's SFTConfig, a mapping of keys, or None.
+            train_dataset: dictionaries: a list of them, a datasets.Dataset, any iterable.
+            eval_dataset: the same, held out.
+            callbacks: of transformers.
+            loss: see the class.
+            quiet: print nothing.
+            keys: of the config, over those in args.
+
+        Raises:
+            UserError: as for the class; for a key that is not honoured; for a row that is none.
+        """
+        config, notices = config_of(model, args, train_dataset, eval_dataset, keys)
+        made = cls(config, callbacks=callbacks, loss=loss, quiet=quiet)
+        made.notes[:0] = notices
+        return made
 
     def add_callback(self, callback: Callback) -> None:
         """One more, as in transformers' Trainer."""
