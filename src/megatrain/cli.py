@@ -16,6 +16,7 @@ from megatrain.config import read_config
 from megatrain.data import DataOptions
 from megatrain.data.files import find_files
 from megatrain.errors import UserError
+from megatrain.monitor import PICTURE, plot_runs
 from megatrain.preflight import check_data, check_model, check_run, claim_file
 from megatrain.units import format_bytes, parse_bytes
 
@@ -116,6 +117,16 @@ def evaluate(
         cache_dir=cache_dir,
     )
     typer.echo(describe(result))
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="Output directories.")],
+    output: Annotated[str, typer.Option(help="The picture: .png, .svg, .pdf.")] = PICTURE,
+) -> None:
+    """Draw loss, learning rate, speed and gradient norm of runs, in one picture."""
+    plot_runs([Path(run) for run in runs], Path(output))
+    typer.echo(output)
 
 
 @app.command()

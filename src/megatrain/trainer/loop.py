@@ -132,6 +132,7 @@ class Loop:
         if not self.run.data.eval_rows:
             self.report.note("a callback asks for an evaluation, and no rows are held out")
             return
+        self.engine.flush()  # the update is training's time, not the evaluation's
         began = time.perf_counter()
         size = config.per_device_eval_batch_size
         self.result = evaluate_rows(self.engine, self.run.data.eval_rows, size)

@@ -10,7 +10,16 @@ from typing import Any
 from megatrain.engine import StepResult
 from megatrain.engine.meter import memory_in_use
 from megatrain.evaluation import EvalResult
-from megatrain.monitor import Console, RunLog, Throughput, Trackers, finite
+from megatrain.monitor import (
+    PICTURE,
+    Console,
+    RunLog,
+    Throughput,
+    Trackers,
+    can_plot,
+    finite,
+    plot_runs,
+)
 from megatrain.schedule import Lane
 from megatrain.trainer.callbacks import Callbacks
 from megatrain.trainer.prepare import PreparedRun
@@ -123,5 +132,11 @@ class Reporter:
         self.callbacks.fire("on_save", state=state)
 
     def close(self) -> None:
-        """The run has ended."""
+        """The run has ended, well or not: what it has logged is drawn."""
         self.trackers.close()
+        if not can_plot():
+            return
+        try:
+            plot_runs([self.log.path.parent], self.log.path.with_name(PICTURE))
+        except Exception as error:  # noqa: BLE001  no run fails because its picture does
+            self.note(f"no {PICTURE} ({error})")

@@ -17,7 +17,15 @@ from megatrain.memory.store import DTYPES
 from megatrain.models.active import flops_per_token
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.weights import LoadReport
-from megatrain.monitor import Console, RunLog, Throughput, Trackers, check_installed
+from megatrain.monitor import (
+    PICTURE,
+    Console,
+    RunLog,
+    Throughput,
+    Trackers,
+    can_plot,
+    check_installed,
+)
 from megatrain.placing import RunPlan, plan_run
 from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
@@ -252,6 +260,7 @@ class Trainer:
             run.sampler.in_words(),
             saver.in_words(),
             run.blocks.grown,
+            "" if can_plot() else f"no {PICTURE} at the end: pip install 'megatrain[plot]'",
         ]
         positions = self.model.max_positions
         if positions is not None and data.longest > positions:
