@@ -9,6 +9,13 @@ import torch
 from megatrain.engine.device import release_cached_memory
 
 SAMPLE_SECONDS = 0.05
+HOLDS_CLOCK = {
+    0x20 | 0x40: "heat",
+    0x80: "the power supply",
+    0x08: "the hardware",
+    0x04: "the power limit",
+}
+"""Bits of NVML's reasons for a lower clock (nvmlClocksEventReasons)."""
 MATMUL_SIZE = 8192
 MATMUL_REPEATS = 30
 
@@ -77,6 +84,28 @@ class GpuMeter:
 
 def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 1) if values else None
+
+
+def clock_report(device: torch.device) -> str:
+    """What holds the GPU's clock down at this moment, or that nothing does.
+
+    Empty on the CPU and where nvidia-ml-py or the driver does not say.
+    """
+    found = _nvml_handle(device) if device.type == "cuda" else None
+    if found is None:
+        return ""
+    nvml, gpu = found
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        now = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        highest = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        watts = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+    except nvml.NVMLError:
+        return ""
+    held = [name for bits, name in HOLDS_CLOCK.items() if reasons & bits]
+    by = f"held down by {' and '.join(held)}" if held else "not held down"
+    return f"the GPU's clock is {by} ({now} of {highest} MHz, {celsius} C, {watts:.0f} W)"
 
 
 def _nvml_handle(device: torch.device) -> Any:

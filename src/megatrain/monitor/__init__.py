@@ -3,6 +3,7 @@
 from megatrain.monitor.console import Console
 from megatrain.monitor.plot import PICTURE, can_plot, plot_runs
 from megatrain.monitor.run_log import RunLog, finite
+from megatrain.monitor.stall import StallWatch
 from megatrain.monitor.throughput import Throughput
 from megatrain.monitor.trace import write_trace
 from megatrain.monitor.trackers import Trackers, check_installed
@@ -12,6 +13,7 @@ __all__ = [
     "PICTURE",
     "Console",
     "RunLog",
+    "StallWatch",
     "Throughput",
     "Trackers",
     "Watchdog",

@@ -3,13 +3,16 @@
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine, StepResult
 from megatrain.engine.engine import NonFiniteGradientError
+from megatrain.engine.meter import clock_report
 from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult, evaluate_rows
-from megatrain.monitor import Watchdog
+from megatrain.monitor import StallWatch, Watchdog
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
@@ -41,7 +44,9 @@ class Loop:
 
     def __post_init__(self) -> None:
         self._first, self._evaluated_at = self.progress.step, -1
-        self._watchdog, self._rhythms = Watchdog(), Rhythms.of(self.config, self.run)
+        self._rhythms = Rhythms.of(self.config, self.run)
+        self._watchdog = Watchdog(explain=partial(clock_report, self.run.device))
+        self._stall = StallWatch(Path(self.config.output_dir), self.report.note)
         self._tracing = Tracing(
             self.config,
             self.engine,
@@ -50,12 +55,17 @@ class Loop:
             note=self.report.note,
         )
 
-    def steps(self) -> None:
-        """Train to the last step, or to where a signal ends it.
+    def run_to_the_end(self) -> None:
+        """Train to the last step, or to where a signal, a callback or an evaluation ends it.
 
         Raises:
             UserError: if it makes no sense to go on; there is a checkpoint then.
         """
+        with self._stall:
+            self.steps()
+
+    def steps(self) -> None:
+        """The loop itself."""
         progress, total, callbacks = self.progress, self.run.total_steps, self.report.callbacks
         callbacks.fire("on_train_begin")
         if self._rhythms.at_start and not progress.step:
@@ -98,6 +108,7 @@ class Loop:
         step, run = self.progress.step, self.run
         rows = run.sampler.take(run.data.train_rows, step)
         self._tracing.begin(step)
+        self._stall.begin(step + 1, self._watchdog.usual_seconds)
         try:
             done = self.engine.step(rows, learning_rate=rate)
         except NonFiniteGradientError as error:
@@ -106,6 +117,8 @@ class Loop:
                 found=str(error).rstrip("."),
                 change="Or set allow_nonfinite_blocks: true to go on",
             ) from error
+        finally:
+            self._stall.end()
         self._tracing.end(step)
         return done
 

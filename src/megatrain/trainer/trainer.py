@@ -185,7 +185,7 @@ class Trainer:
                         requests=requests,
                         report=report,
                     )
-                    loop.steps()
+                    loop.run_to_the_end()
                 self._finish(loop, store)
                 how = loop.how
             finally:
