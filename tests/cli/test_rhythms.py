@@ -25,7 +25,8 @@ def steps_with(name: str, folder: str = "out") -> list[int]:
         ({"eval_steps": 0.25, "logging_steps": 0.5}, [4, 8], [0, 2, 4, 6, 8]),
         ({"eval_strategy": "epoch", "logging_strategy": "epoch"}, [5, 8], [0, 5, 8]),
         (
-            {"eval_strategy": "steps", "logging_steps": 5, "logging_first_step": True},
+            {"eval_strategy": "steps", "eval_steps": 5, "logging_steps": 5}
+            | {"logging_first_step": True},
             [1, 5, 8],
             [0, 5, 8],
         ),

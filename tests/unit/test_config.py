@@ -111,6 +111,7 @@ def training_arguments() -> dict[str, Any]:
         ({"eval_split": 4, "metric_for_best_model": "bleu"}, "metric_for_best_model: "),
         ({"eval_split": 4, "eval_strategy": "epoch", "eval_steps": 2}, "epoch: keep one"),
         ({"eval_split": 4, "eval_strategy": False, "eval_steps": 2}, "no: keep one"),
+        ({"eval_split": 4, "eval_strategy": "steps"}, "eval_strategy: steps needs eval_steps"),
         ({"eval_split": 4, "early_stopping_patience": 2}, "eval_strategy: steps or epoch"),
         ({"eval_split": 4, "early_stopping_threshold": 0.1}, "needs early_stopping_patience"),
         ({"eval_split": 4, "eval_steps": 2.5}, "eval_steps: a count is a whole number"),

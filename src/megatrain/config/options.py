@@ -120,8 +120,8 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
         """As far as it is known before the number of steps is."""
         if self.save_strategy != self.eval_rhythm or self.save_strategy == "no":
             return False
-        every = self.logging_steps if self.eval_steps is None else self.eval_steps
-        if self.save_strategy == "epoch" or (self.save_steps < 1) != (every < 1):
+        every = self.eval_steps
+        if every is None or (self.save_steps < 1) != (every < 1):
             return True
         return (self.save_steps / every).is_integer()
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,12 @@ def _draw(axes: Any, curve: Curve, *, label: str, color: str, smooth: bool) -> N
 
 def _means_around(values: Sequence[float], *, reach: int) -> list[float]:
     """Of the finite values at each place and so many before and after it."""
+    finite = [math.isfinite(value) for value in values]
+    kept = (value if good else 0.0 for value, good in zip(values, finite, strict=True))
+    sums, counts = list(accumulate(kept, initial=0.0)), list(accumulate(finite, initial=0))
     means = []
     for place in range(len(values)):
-        part = values[max(0, place - reach) : place + reach + 1]
-        finite = [value for value in part if math.isfinite(value)]
-        means.append(sum(finite) / len(finite) if finite else math.nan)
+        start, stop = max(0, place - reach), min(len(values), place + reach + 1)
+        count = counts[stop] - counts[start]
+        means.append((sums[stop] - sums[start]) / count if count else math.nan)
     return means

@@ -106,9 +106,9 @@ class Loop:
 
     def _step(self, rate: float) -> StepResult:
         step, run = self.progress.step, self.run
+        self._stall.begin(step + 1, self._watchdog.usual_seconds)
         rows = run.sampler.take(run.data.train_rows, step)
         self._tracing.begin(step)
-        self._stall.begin(step + 1, self._watchdog.usual_seconds)
         try:
             done = self.engine.step(rows, learning_rate=rate)
         except NonFiniteGradientError as error:

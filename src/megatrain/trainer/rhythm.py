@@ -78,8 +78,7 @@ class Rhythms:
             every = math.ceil(steps * total if steps < 1 else steps)
             return Rhythm(steps=range(every, total + 1, every), total_steps=total, first=first)
 
-        eval_steps = config.logging_steps if config.eval_steps is None else config.eval_steps
-        evaluate = made(rhythm if run.data.eval_rows else "no", eval_steps)
+        evaluate = made(rhythm if run.data.eval_rows else "no", config.eval_steps)
         save = made(config.save_strategy, config.save_steps)
         if config.load_best_model_at_end and evaluate.every and save.every:
             _check_best(save.every, evaluate.every)

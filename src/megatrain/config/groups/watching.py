@@ -41,8 +41,8 @@ class WatchingKeys(Keys):
     eval_steps: float | None = Field(
         None,
         gt=0,
-        description="Steps between evaluations; below 1: a share of all steps. With eval_strategy:"
-        " steps the default is logging_steps.",
+        description="Steps between evaluations; below 1: a share of all steps. eval_strategy: steps"
+        " needs it (transformers takes logging_steps).",
     )
     eval_on_start: bool | None = Field(
         None,
@@ -105,6 +105,8 @@ class WatchingKeys(Keys):
             raise ValueError(f"{names} needs one of {', '.join(HELD_OUT)}")
         if self.eval_steps is not None and self.eval_rhythm != "steps":
             raise ValueError(f"eval_steps and eval_strategy: {self.eval_strategy}: keep one")
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            raise ValueError("eval_strategy: steps needs eval_steps")
         if self.early_stopping_patience is not None and not during:
             raise ValueError("early_stopping_patience needs eval_strategy: steps or epoch")
         if self.early_stopping_threshold and self.early_stopping_patience is None:
