@@ -23,6 +23,7 @@ from megatrain.engine import Engine, EngineOptions, StepResult, choose_device, c
 from megatrain.engine.meter import GpuMeter
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
+from megatrain.models.active import flops_per_token
 from megatrain.monitor import write_trace
 from megatrain.placing import Budgets, RunPlan, check_options_and_memory, plan_run
 from megatrain.schedule import Span, occupancy
@@ -171,7 +172,7 @@ def _figures(
 ) -> dict[str, Any]:
     p20, p50, p80 = (float(np.quantile(seconds, q)) for q in (0.2, 0.5, 0.8))
     tokens = results[-1].real_tokens
-    flops = 6 * model.num_params * tokens
+    flops = flops_per_token(model)
     busy = occupancy(spans)
     whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     lanes_s = {lane.value: share * whole for lane, share in busy.items()}
@@ -192,7 +193,7 @@ def _figures(
         "seconds_per_step_p50": round(p50, 4),
         "seconds_per_step_p80": round(p80, 4),
         "tokens_per_second": round(tokens / p50, 1),
-        "tflops_6n": round(flops / p50 / 1e12, 1),
+        "tflops_6n": None if flops is None else round(flops * tokens / p50 / 1e12, 1),
         "lanes_busy": {lane.value: round(share, 4) for lane, share in busy.items()},
         "busiest_lane_s": round(max(lanes_s.values()), 4),
         "compiled_seconds": round(plan.programs.compiler.seconds, 1)
@@ -207,7 +208,8 @@ def _figures(
         "last_loss": results[-1].loss,
     }
     row |= meter.figures()
-    if matmul := row.get("matmul_tflops"):
+    matmul = row.get("matmul_tflops")
+    if matmul and row["tflops_6n"]:
         row["mfu_6n"] = round(row["tflops_6n"] / matmul, 4)
     return row | {
         "machine": meter.name or platform.processor() or platform.machine(),
@@ -228,8 +230,10 @@ def table(row: dict[str, Any]) -> str:
     text = (
         f"{row['seconds_per_step_p50']:.3f} s a step (p20 {row['seconds_per_step_p20']:.3f},"
         f" p80 {row['seconds_per_step_p80']:.3f}); busiest lane {row['busiest_lane_s']:.3f} s\n"
-        f"{row['tokens_per_second']:,.0f} tokens/s, {row['tflops_6n']} TFLOPS at 6N"
+        f"{row['tokens_per_second']:,.0f} tokens/s"
     )
+    if row["tflops_6n"] is not None:
+        text += f", {row['tflops_6n']} TFLOPS at 6N"
     if "mfu_6n" in row:
         text += f", {row['mfu_6n']:.0%} of what a matrix product reaches"
     text += "\nlanes busy: " + ", ".join(f"{k} {v:.0%}" for k, v in row["lanes_busy"].items())

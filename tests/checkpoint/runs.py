@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback, TrainerState
 
 from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.config import make_config
 from megatrain.trainer import Trainer
+from megatrain.trainer.report import MEASURED
 
 KEYS: dict[str, Any] = {
     "model_name_or_path": "models/base",
@@ -41,6 +43,18 @@ def train(*, disk: Disk | None = None, **changes: Any) -> Trainer:
     return made
 
 
+class OnRow(TrainerCallback):
+    """Gives each row of the log to a function."""
+
+    def __init__(self, act: Callable[[dict[str, Any]], None]) -> None:
+        self.act = act
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **others: Any
+    ) -> None:
+        self.act({"step": state.global_step} | logs)
+
+
 class Stopped(Exception):  # noqa: N818  no error: a run that ends in the middle
     """Raised where a run is to end."""
 
@@ -48,14 +62,12 @@ class Stopped(Exception):  # noqa: N818  no error: a run that ends in the middle
 def train_until(step: int, **changes: Any) -> None:
     """The run ends within the step after this one, as if its process had been killed."""
     made = trainer(**changes)
-    record = made._record
 
-    def stop(row: dict[str, Any], log: Any) -> None:
+    def stop(row: dict[str, Any]) -> None:
         if row["step"] > step:
             raise Stopped
-        record(row, log)
 
-    made._record = stop  # type: ignore[method-assign]
+    made.add_callback(OnRow(stop))
     with pytest.raises(Stopped):
         made.train()
 
@@ -71,7 +83,8 @@ def numbers_of(checkpoint: Path) -> dict[str, Any]:
     state: dict[str, Any] = json.loads((checkpoint / "training_state/state.json").read_text())
     del state["config"]
     for row in state["trainer_state"]["log_history"]:
-        row.pop("tokens_per_second", None)
+        for name in MEASURED:
+            row.pop(name, None)
     return state
 
 

@@ -15,7 +15,7 @@ from benchmarks.kill_and_resume import Campaign, make_input
 
 from megatrain.checkpoint import checkpoints, verify
 
-from .runs import KEYS, tensors_of, train, trainer
+from .runs import KEYS, OnRow, tensors_of, train, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,14 +29,12 @@ def test_a_run_that_is_killed_again_and_again_ends_where_it_should(tmp_path: Pat
 
 def ask(number: signal.Signals, *, at_step: int, made: Any) -> None:
     """Send a signal to this process as soon as a step is done."""
-    record = made._record
 
-    def then(row: dict[str, Any], log: Any) -> None:
-        record(row, log)
+    def then(row: dict[str, Any]) -> None:
         if row["step"] == at_step:
             os.kill(os.getpid(), number)
 
-    made._record = then
+    made.add_callback(OnRow(then))
 
 
 @pytest.fixture
@@ -108,14 +106,12 @@ def test_a_save_that_takes_longer_than_the_grace_is_not_begun(
 def test_a_save_can_be_asked_for(workspace: Path) -> None:
     made = trainer(save_steps=100)
     ask(signal.SIGUSR1, at_step=3, made=made)
-    record = made._record
 
-    def trigger(row: dict[str, Any], log: Any) -> None:
-        record(row, log)
+    def trigger(row: dict[str, Any]) -> None:
         if row["step"] == 5:
             Path("out/SAVE").touch()
 
-    made._record = trigger  # type: ignore[method-assign]
+    made.add_callback(OnRow(trigger))
     made.train()
     assert list(checkpoints(Path("out"))) == [3, 5, 8]
     assert not Path("out/SAVE").exists()

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerState
 
 from megatrain.errors import UserError
+from megatrain.trainer.report import MEASURED
 
-from .runs import numbers_of, tensors_of, train, train_until, trainer
+from .runs import OnRow, numbers_of, tensors_of, train, train_until, trainer
 
 LAST = "checkpoint-8"
 
@@ -20,7 +21,8 @@ def log_of(folder: str) -> list[dict[str, Any]]:
     """Rows without what depends on the clock."""
     rows = [json.loads(line) for line in Path(f"{folder}/log.jsonl").read_text().splitlines()]
     for row in rows:
-        row.pop("tokens_per_second", None)
+        for name in MEASURED:
+            row.pop(name, None)
     return [row for row in rows if "checkpoint_seconds" not in row]
 
 
@@ -29,6 +31,7 @@ def log_of(folder: str) -> list[dict[str, Any]]:
     [
         {},
         {"max_grad_norm": 0.0},
+        {"logging_steps": 3},
         {"max_grad_norm": 0.05, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "max_grad_norm": 0.0, "gradient_dtype": "float32"},
@@ -36,7 +39,17 @@ def log_of(folder: str) -> list[dict[str, Any]]:
         {"eval_split": 4, "eval_steps": 2},
         {"packing": True, "max_length": 24, "eval_split": 4, "gradient_accumulation_steps": 1},
     ],
-    ids=["fp32", "no_clip", "clip", "bf16", "bf16_no_clip", "frozen", "eval", "packed"],
+    ids=[
+        "fp32",
+        "no_clip",
+        "rows_of_steps",
+        "clip",
+        "bf16",
+        "bf16_no_clip",
+        "frozen",
+        "eval",
+        "packed",
+    ],
 )
 def test_a_resumed_run_equals_one_that_was_never_stopped(
     changes: dict[str, Any], workspace: Path
@@ -244,10 +257,9 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
         load_best_model_at_end=True, eval_files=["data/text"], eval_steps=2, learning_rate=0.03
     )
     made.quiet = False
-    record, folder = made._record, Path("out/checkpoint-2")
+    folder = Path("out/checkpoint-2")
 
-    def spoil(row: dict[str, Any], log: Any) -> None:
-        record(row, log)
+    def spoil(row: dict[str, Any]) -> None:
         if row["step"] == 8 and folder.exists():
             if harm == "gone":
                 shutil.rmtree(folder)
@@ -255,7 +267,7 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
                 (folder / "config.json").write_text("{}")
             made.progress.best_step = 2
 
-    made._record = spoil  # type: ignore[method-assign]
+    made.add_callback(OnRow(spoil))
     made.train()
     assert "the last one and not the best (checkpoint-2" in capsys.readouterr().out
     AutoModelForCausalLM.from_pretrained("out")

@@ -16,6 +16,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model and one data file of each kind."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # a name is not looked up
+    monkeypatch.setattr("megatrain.trainer.report.can_plot", lambda: False)  # a second a run
     for name in ("base", "instruct", "shape"):
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()

@@ -1,5 +1,8 @@
 """Runs that go wrong: told, and ended with a checkpoint where going on makes no sense."""
 
+import re
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from megatrain.checkpoint import checkpoints, verify
 from megatrain.config import make_config
 from megatrain.engine import cross_entropy
 from megatrain.errors import UserError
+from megatrain.monitor import StallWatch
 from megatrain.trainer import Trainer
 
 from .test_commands import GOOD
@@ -21,6 +25,8 @@ RUN = GOOD | {
     "max_steps": 60,
     "learning_rate": 1e-6,
 }
+
+QUICK = {"poll_s": 0.01, "least_s": 0.5}
 
 
 def trainer(loss: Any, **changes: Any) -> Trainer:
@@ -46,6 +52,32 @@ def test_a_run_without_finite_losses_ends_with_a_checkpoint(workspace: Path) -> 
     (last,) = checkpoints(Path("out")).values()
     verify(last)
     assert made.progress.step < 60
+
+
+def test_steps_without_finite_losses_are_counted_across_sessions(workspace: Path) -> None:
+    bad = Spoilt(after=0, factor=float("nan"))
+    trainer(bad, max_steps=12, save_steps=12).train()
+    made = trainer(bad, resume_from_checkpoint="auto")
+    with pytest.raises(UserError, match="no finite loss or gradient in 20 steps up to 20"):
+        made.train()
+    assert [*checkpoints(Path("out"))] == [12, 20]
+
+
+def test_a_step_that_hangs_is_told_by_the_run(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatrain.trainer.loop.StallWatch", partial(StallWatch, **QUICK))
+
+    class Hanging(Spoilt):
+        def __call__(self, *given: Tensor) -> Tensor:
+            if self.after == 0:
+                time.sleep(2.0)
+            return super().__call__(*given)
+
+    trainer(Hanging(after=30, factor=1.0), max_steps=20, max_grad_norm=0.0).train()
+    said = capsys.readouterr().out
+    assert re.search(r"step \d+ has been running for \d s; one usually takes 0\.\d\d s", said)
+    assert "test_bad_runs.py" in Path("out/stalled.txt").read_text()
 
 
 @pytest.mark.parametrize("stops", [False, True])

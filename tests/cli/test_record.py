@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import UserError
-from tests.checkpoint.runs import ScriptedDisk, full, train, trainer
+from tests.checkpoint.runs import OnRow, ScriptedDisk, full, train, trainer
 from tests.checkpoint.test_kills import ask
 
 
@@ -43,8 +43,8 @@ def test_a_run_whose_model_cannot_be_written_has_failed(workspace: Path) -> None
 
 def test_a_run_that_fails_says_so(workspace: Path) -> None:
     made = trainer()
-    made._record = None  # type: ignore[method-assign, assignment]
-    with pytest.raises(TypeError):
+    made.add_callback(OnRow(lambda row: row["no such figure"]))
+    with pytest.raises(KeyError):
         made.train()
     (only,) = json.loads(Path("out/run.json").read_text())["sessions"]
     assert only["how"] == "failed" and only["results"]["step"] == 1

@@ -105,13 +105,28 @@ def training_arguments() -> dict[str, Any]:
         ({"fp16": True}, "use dtype"),
         ({"optim": "sgd"}, "the optimizer is AdamW"),
         ({"optim": "adamw_8bit"}, "the optimizer is AdamW.*set it to one of: adamw, adamw_torch"),
-        ({"eval_strategy": "epoch"}, "every eval_steps"),
+        ({"eval_strategy": "epoch"}, "eval_strategy needs one of eval_files, "),
+        ({"eval_on_start": True}, "eval_on_start needs one of"),
+        ({"metric_for_best_model": "loss"}, "metric_for_best_model needs one of"),
+        ({"eval_split": 4, "metric_for_best_model": "bleu"}, "metric_for_best_model: "),
+        ({"eval_split": 4, "eval_strategy": "epoch", "eval_steps": 2}, "epoch: keep one"),
+        ({"eval_split": 4, "eval_strategy": False, "eval_steps": 2}, "no: keep one"),
+        ({"eval_split": 4, "eval_strategy": "steps"}, "eval_strategy: steps needs eval_steps"),
+        ({"eval_split": 4, "early_stopping_patience": 2}, "eval_strategy: steps or epoch"),
+        ({"eval_split": 4, "early_stopping_threshold": 0.1}, "needs early_stopping_patience"),
+        ({"eval_split": 4, "eval_steps": 2.5}, "eval_steps: a count is a whole number"),
+        ({"logging_steps": 2.5}, "logging_steps: a count is a whole number"),
+        ({"eval_delay": 5}, "eval_on_start: false"),
+        (
+            {"eval_split": 4, "eval_strategy": "epoch", "load_best_model_at_end": True},
+            "save_strategy: epoch with eval_strategy: epoch",
+        ),
         ({"save_strategy": "best"}, "save_strategy: "),
         ({"save_steps": 1.5}, "a share is below 1"),
         ({"save_total_limit": 0}, "greater than or equal to 1"),
         ({"checkpoint_memory": "1KiB"}, "at least 1MiB"),
         ({"load_best_model_at_end": True}, "a multiple of eval_steps"),
-        ({"greater_is_better": True}, "the lowest loss is the best"),
+        ({"greater_is_better": True}, "the lowest loss or perplexity is the best"),
         ({"train_sampling_strategy": "sequential"}, "shuffle: false"),
         ({"bf16": True, "dtype": "float32"}, "a contradiction"),
         ({"host_memory": "much"}, "not a size"),
@@ -151,6 +166,16 @@ def test_what_yaml_reads_otherwise_is_fitted() -> None:
     assert config.train_files == ["one.txt"]
     assert isinstance(config.max_grad_norm, float)
     assert config.host_memory == "1000000000"
+
+
+def test_strategies_in_the_spellings_of_yaml_and_others() -> None:
+    values = {"eval_split": 4, "evaluation_strategy": "steps", "eval_steps": "0.1"}
+    config, notices = make_config(NEEDED | values | {"early_stopping_steps": 3})
+    assert (config.eval_strategy, config.eval_steps) == ("steps", 0.1)
+    assert config.early_stopping_patience == 3 and len(notices) == 2
+    keys = ("eval_strategy", "logging_strategy", "save_strategy")
+    config, _ = make_config(NEEDED | parse_overrides([f"{key}=no" for key in keys]))
+    assert [getattr(config, key) for key in keys] == ["no", "no", "no"]
 
 
 def test_tokens_and_config_overrides_in_the_spellings_of_others() -> None:
@@ -247,6 +272,7 @@ def test_tables_do_not_overlap_and_own_keys_are_our_own() -> None:
 def test_defaults_are_those_of_transformers() -> None:
     ours = TrainConfig(**NEEDED)
     own_choice = {"output_dir", "logging_steps", "lr_scheduler_kwargs", "torch_compile"}
+    own_choice |= {"eval_strategy", "eval_on_start"}
     for key, value in training_arguments().items():
         if key in TrainConfig.model_fields and key not in own_choice:
             theirs, _ = make_config(NEEDED | {key: _plain(value)})

@@ -3,9 +3,12 @@
 import io
 import json
 import math
+import re
 from pathlib import Path
 
-from megatrain.monitor import Console, RunLog
+import pytest
+
+from megatrain.monitor import Console, RunLog, Throughput
 
 ROW = {
     "step": 3,
@@ -47,6 +50,57 @@ def test_without_a_terminal_every_step_is_a_plain_line() -> None:
         "path [with] brackets",
         "step 3/9  loss 1.2500  grad norm 0.500  lr 1.00e-04  1,234 tokens/s  1:02:03 left",
     ]
+
+
+def test_all_figures_are_shown_and_those_that_are_not_known_left_out() -> None:
+    out = io.StringIO()
+    more = {
+        "clip_rate": 0.25,
+        "tflops_6n": 421.04,
+        "mfu_6n": 0.612,
+        "limiting_lane": "compute",
+        "gpu_memory_gib": 120.06,
+        "host_memory_gib": 60.0,
+    }
+    with Console(9, file=out) as console:
+        console.step(ROW | more, seconds_left=5.0)
+    assert out.getvalue() == (
+        "step 3/9  loss 1.2500  grad norm 0.500  clipped 25%  lr 1.00e-04  1,234 tokens/s"
+        "  421 TFLOPS  MFU 61%  limited by compute  GPU 120.1 GiB  host 60.0 GiB  0:00:05 left\n"
+    )
+
+
+def test_a_terminal_has_a_display_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    with Console(9, file=out) as console:
+        console.note("a note")
+        console.advance(3)
+        console.step(ROW, seconds_left=5.0)
+        console.advance(4)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "a note" in text
+    assert text.count("loss 1.2500  grad norm 0.500  lr 1.00e-04\n1,234 tokens/s") >= 1
+    assert re.search(r"step 4/9 .*0:00:05 left", text)
+
+
+def test_rates_are_of_training_alone_and_since_the_row_before() -> None:
+    now = [100.0]
+    of = Throughput(10, flops_per_token=6e9, matmul_flops_per_s=1e12, clock=lambda: now[0])
+    of.add(50)
+    now[0] += 7.0
+    of.leave_out(2.0)
+    assert of.figures() == {"tokens_per_second": 10.0, "tflops_6n": 0.06, "mfu_6n": 0.06}
+    of.add(30)
+    now[0] += 1.0
+    assert of.figures() == {"tokens_per_second": 30.0, "tflops_6n": 0.18, "mfu_6n": 0.18}
+    assert of.seconds_left(14, 20) == pytest.approx(8.0 / 4 * 6)
+
+
+def test_what_is_not_known_of_the_machine_is_no_figure() -> None:
+    assert set(Throughput(0, flops_per_token=1.0).figures()) == {"tokens_per_second", "tflops_6n"}
+    assert set(Throughput(0, matmul_flops_per_s=1.0).figures()) == {"tokens_per_second"}
 
 
 def test_quiet_shows_nothing() -> None:

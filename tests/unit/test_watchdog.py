@@ -2,7 +2,16 @@
 
 import math
 import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from megatrain.engine.meter import clock_report
+from megatrain.monitor import StallWatch
 from megatrain.monitor.watchdog import LEAST, SLOW_STEPS, Watchdog
 
 
@@ -51,3 +60,103 @@ def test_slow_steps_are_said_once_if_they_last() -> None:
     said = [dog.look(206 + each, loss=1.2, seconds=3.3) for each in range(20)]
     assert sum(map(len, said)) == 1
     assert "3.30 s instead of 1." in said[SLOW_STEPS - 1][0]
+
+
+def test_why_steps_are_slow_is_asked_for_only_then() -> None:
+    asked: list[str] = []
+
+    def explain() -> str:
+        asked.append("asked")
+        return "the GPU's clock is held down by heat"
+
+    dog = Watchdog(explain=explain)
+    for step in range(LEAST):
+        assert dog.look(step, loss=1.0, seconds=1.0) == []
+    said = [dog.look(LEAST + each, loss=1.0, seconds=3.0) for each in range(SLOW_STEPS)]
+    assert asked == ["asked"] and said[-1][0].endswith(": the GPU's clock is held down by heat")
+
+
+def test_what_a_step_takes_is_known_after_some() -> None:
+    dog = Watchdog()
+    assert dog.usual_seconds is None
+    for step in range(5):
+        dog.look(step, loss=1.0, seconds=2.0 + step)
+    assert dog.usual_seconds == 4.0
+
+
+def test_a_step_that_hangs_is_told_while_it_hangs(tmp_path: Path) -> None:
+    said: list[str] = []
+    with StallWatch(tmp_path, said.append, poll_s=0.01, least_s=0.3) as watch:
+        watch.begin(1, None)  # not known: not watched
+        time.sleep(0.4)
+        watch.end()
+        for step in (2, 3):
+            watch.begin(step, 0.001)
+            time.sleep(0.02)
+            watch.end()
+        assert said == []
+        watch.begin(4, 0.001)
+        time.sleep(0.8)
+        assert len(said) == 2  # after 0.3 s and again after 0.6 s
+        watch.end()
+        time.sleep(0.4)
+    assert len(said) == 2
+    assert said[0].startswith("step 4 has been running for 0 s; one usually takes 0.00 s (what")
+    assert "test_watchdog.py" in (tmp_path / "stalled.txt").read_text()
+
+
+class Nvml:
+    """pynvml, as far as it is used."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, reasons: int, *, fails: bool = False) -> None:
+        self.reasons, self.fails = reasons, fails
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Any) -> int:  # noqa: N802
+        if self.fails:
+            raise self.NVMLError
+        return self.reasons
+
+    def nvmlDeviceGetClockInfo(self, gpu: Any, kind: int) -> int:  # noqa: N802
+        return 1110
+
+    def nvmlDeviceGetMaxClockInfo(self, gpu: Any, kind: int) -> int:  # noqa: N802
+        return 1980
+
+    def nvmlDeviceGetTemperature(self, gpu: Any, kind: int) -> int:  # noqa: N802
+        return 91
+
+    def nvmlDeviceGetPowerUsage(self, gpu: Any) -> int:  # noqa: N802
+        return 400_400
+
+
+@pytest.mark.parametrize(
+    ("reasons", "words"),
+    [
+        (0x00, "not held down"),
+        (0x01, "not held down"),
+        (0x40, "held down by heat"),
+        (0x24, "held down by heat and the power limit"),
+    ],
+)
+def test_what_holds_the_clock_of_a_gpu_down(
+    reasons: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(reasons))
+    told = clock_report(torch.device("cuda", 0))
+    assert told == f"the GPU's clock is {words} (1110 of 1980 MHz, 91 C, 400 W)"
+    assert clock_report(torch.device("cpu")) == ""
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(0, fails=True))
+    assert clock_report(torch.device("cuda", 0)) == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert clock_report(torch.device("cuda", 0)) == ""

@@ -7,7 +7,7 @@ in the files it lists.  It is the last file to be written.
 import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ class TrainingState:
     trainer_state: dict[str, Any]
     """As `trainer_state.json`."""
     versions: dict[str, str]
+    counters: dict[str, Any] = field(default_factory=dict)
+    """What the training loop counts; a checkpoint may lack it."""
 
 
 def write_manifest(disk: Disk, folder: Path, records: Mapping[str, FileRecord]) -> None:
@@ -130,7 +132,8 @@ def read_state(folder: Path) -> TrainingState:
     if not path.is_file():
         raise model_only(folder)
     content = json.loads(path.read_text(encoding="utf-8"))
-    return TrainingState(**{each.name: content[each.name] for each in fields(TrainingState)})
+    known = {each.name for each in fields(TrainingState)}
+    return TrainingState(**{name: value for name, value in content.items() if name in known})
 
 
 def model_only(folder: Path) -> UserError:

@@ -16,6 +16,7 @@ from megatrain.cli import reading
 from megatrain.cli.arguments import Device, GpuMemory, parse_size
 from megatrain.config import read_config
 from megatrain.errors import UserError
+from megatrain.monitor import PICTURE, plot_runs
 from megatrain.preflight import check_data, check_model, check_run, claim_file
 from megatrain.units import format_bytes
 
@@ -67,6 +68,16 @@ def preprocess_data(
     console = Console(soft_wrap=True, highlight=False)
     for part in preprocess(config, sample):
         console.print(part)
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN_DIR...", help="Output directories.")],
+    output: Annotated[str, typer.Option(help="The picture: .png, .svg, .pdf.")] = PICTURE,
+) -> None:
+    """Draw loss, learning rate, speed and gradient norm of runs, in one picture."""
+    plot_runs([Path(run) for run in runs], Path(output))
+    typer.echo(output)
 
 
 @app.command()

@@ -36,6 +36,8 @@ SYNONYMS = {
     "dataset_processes": "dataset_num_proc",
     "tokenized_path": "dataset_cache_dir",
     "dataset_prepared_path": "dataset_cache_dir",
+    "evaluation_strategy": "eval_strategy",
+    "early_stopping_steps": "early_stopping_patience",
     "chat_template_jinja": "chat_template_path",
     "revision_of_model": "model_revision",
     "overrides_of_model_config": "config_overrides",
@@ -91,17 +93,11 @@ _met(
     "adamw_torch_fused",
 )
 _met("do_train", "train always trains", True, False)
+_met("do_eval", "eval_strategy and eval_on_start decide", True, False, None)
 _met(
-    "do_eval eval_on_start eval_strategy evaluation_strategy",
-    "held-out data is evaluated before and after training, and every eval_steps",
-    True,
-    False,
-    None,
-    "no",
-    "steps",
+    "logging_nan_inf_filter",
+    "steps without a finite loss are left out of a row's mean, and counted as skipped_steps",
 )
-_met("logging_strategy", "a row is logged every logging_steps", "steps")
-_met("logging_nan_inf_filter", "a loss that is not finite is logged as null, never left out")
 _met("include_num_input_tokens_seen", "tokens are always counted, padding never")
 _met("log_on_each_node save_on_each_node", "there is one node")
 _met("disable_tqdm", "the progress display gives way to plain lines where there is no terminal")
@@ -110,16 +106,7 @@ _met(
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
     "evaluation keeps sums only, no predictions",
 )
-_met(
-    "metric_for_best_model",
-    "the lowest loss, and so the lowest perplexity, is the best",
-    None,
-    "loss",
-    "eval_loss",
-    "perplexity",
-    "eval_perplexity",
-)
-_met("greater_is_better", "the lowest loss is the best", None, False)
+_met("greater_is_better", "the lowest loss or perplexity is the best", None, False)
 _met("ignore_data_skip", "the position in the data costs nothing to find", False)
 _met("use_cache", "training keeps no cache of keys and values", False)
 _met("use_liger_kernel", "logits are computed in chunks, of supervised tokens only, as it is")
@@ -175,7 +162,6 @@ _refused("torch_compile_backend torch_compile_mode", "inductor in its default mo
 _refused("liger_kernel_config", "liger-kernel is not used")
 _refused("torch_empty_cache_steps", "device buffers are allocated once")
 _refused("auto_find_batch_size", "micro_batch_tokens splits a step, and changes no result", 0)
-_refused("logging_first_step", "use logging_steps: 1")
 _refused("log_level", "messages are not graded", "passive", "info")
 _refused("log_level_replica", "there is one process", "warning")
 _refused(
@@ -184,10 +170,13 @@ _refused(
     "huggingface",
     "trackio",
 )
-_refused("eval_delay", "evaluation begins before training", 0, 0.0)
+_refused("eval_delay", "use eval_on_start: false, and eval_steps or eval_strategy", 0, 0.0)
 _refused("include_for_metrics batch_eval_metrics", "evaluation takes the loss only", [])
 _refused("enable_jit_checkpoint", "save_on_signal: true writes a checkpoint when a signal comes")
-_refused("restore_callback_states_from_checkpoint", "callbacks have no state here")
+_refused(
+    "restore_callback_states_from_checkpoint",
+    "callbacks begin anew; early_stopping_patience does not",
+)
 _refused(
     "push_to_hub hub_token hub_private_repo hub_model_id hub_always_push hub_revision",
     "use megatrain export --push-to-hub afterwards",

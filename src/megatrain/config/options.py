@@ -13,6 +13,7 @@ from megatrain.config.groups.model import ModelKeys
 from megatrain.config.groups.optimizer import OptimizerKeys
 from megatrain.config.groups.run import RunKeys
 from megatrain.config.groups.steps import StepKeys
+from megatrain.config.groups.watching import WatchingKeys
 from megatrain.data.hub import HubDataset
 from megatrain.data.sources import DataNames
 
@@ -21,6 +22,7 @@ GROUPS: dict[str, type[Keys]] = {
     "Data": DataKeys,
     "Steps": StepKeys,
     "Optimizer": OptimizerKeys,
+    "Logging and evaluation": WatchingKeys,
     "Run": RunKeys,
 }
 
@@ -62,6 +64,8 @@ OWN_KEYS = frozenset(
         "checkpoint_memory",
         "save_on_signal",
         "stop_on_loss_spike",
+        "early_stopping_patience",
+        "early_stopping_threshold",
         "device",
         "host_memory",
         "gpu_memory",
@@ -73,7 +77,7 @@ OWN_KEYS = frozenset(
 
 
 # Pydantic takes the last base's fields first: this is the order of GROUPS.
-class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
+class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
     """Options of `megatrain train`."""
 
     def paths(self) -> dict[str, Any]:
@@ -112,21 +116,27 @@ class TrainConfig(RunKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
             return None
         return HubDataset(name=self.dataset_name, config=self.dataset_config, split=split)
 
+    def _saves_where_it_evaluates(self) -> bool:
+        """As far as it is known before the number of steps is."""
+        if self.save_strategy != self.eval_rhythm or self.save_strategy == "no":
+            return False
+        every = self.eval_steps
+        if every is None or (self.save_steps < 1) != (every < 1):
+            return True
+        return (self.save_steps / every).is_integer()
+
     @model_validator(mode="after")
     def _has_no_key_without_effect(self) -> "TrainConfig":
         if self.attn_implementation is not None and "attn_implementation" in self.config_overrides:
             raise ValueError("attn_implementation stands in config_overrides too: keep one")
         if twice := set(self.add_tokens) & set(self.add_special_tokens):
             raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
-        if self.eval_steps is not None and not any(getattr(self, key) for key in HELD_OUT):
-            raise ValueError(f"eval_steps needs one of {', '.join(HELD_OUT)}")
-        if self.load_best_model_at_end:
-            whole = self.eval_steps is not None and (self.save_steps / self.eval_steps).is_integer()
-            if self.save_strategy != "steps" or not whole:
-                raise ValueError(
-                    "load_best_model_at_end needs save_strategy: steps and a save_steps that is a"
-                    " multiple of eval_steps"
-                )
+        self.check_watching(has_eval_data=any(getattr(self, key) for key in HELD_OUT))
+        if self.load_best_model_at_end and not self._saves_where_it_evaluates():
+            raise ValueError(
+                "load_best_model_at_end needs save_strategy: epoch with eval_strategy: epoch, or"
+                " both steps and a save_steps that is a multiple of eval_steps"
+            )
         if self.gpu_memory is not None and self.device == "cpu":
             raise ValueError("gpu_memory needs a GPU, and device is cpu")
         if self.trace_steps is not None and self.trace is None:

@@ -23,6 +23,7 @@ WITH_COMMAS = ("add_tokens", "add_special_tokens", "dataset", "eval_dataset")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""
 WITH_WEIGHTS = ("train_files", "dataset")
 """Keys whose value may be names with weights."""
+STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
 
@@ -205,7 +206,7 @@ def _describe(item: Any) -> str:
 def _fit_type(name: str, value: Any) -> Any:
     """YAML reads 1 where a float is meant and `1e-5` as text; one file may stand for a list."""
     annotation = TrainConfig.model_fields[name].annotation
-    if annotation is float:
+    if annotation in (float, float | None):
         return _float(value)
     if name in WITH_COMMAS and isinstance(value, str):
         return [each.strip() for each in value.split(",")]
@@ -218,7 +219,7 @@ def _fit_type(name: str, value: Any) -> Any:
     if name == "report_to":
         named = [value] if isinstance(value, str) else value
         return [] if named in (None, ["none"]) else named
-    if name == "save_strategy" and value is False:
+    if name in STRATEGIES and value is False:
         return "no"  # which YAML takes for false
     if name in SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)

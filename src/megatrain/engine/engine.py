@@ -63,6 +63,8 @@ class StepResult:
     """Weighted mean over the step's supervised tokens."""
     grad_norm: float
     """Global norm before clipping."""
+    clipped: bool
+    """The update is that of a gradient scaled down to max_grad_norm."""
     skipped: bool
     """Nothing was updated because the loss or the norm was not finite."""
     nonfinite_blocks: tuple[str, ...]
@@ -207,12 +209,13 @@ class Engine:
         assert state.home_loss_sum is not None
         finite = all(map(math.isfinite, squares))
         norm = math.sqrt(math.fsum(squares)) if finite else math.nan
-        skipped = not state.loss_is_finite
+        skipped, clipped = not state.loss_is_finite, False
         if self.plan.clip:
             skipped = skipped or not math.isfinite(norm)
             if not skipped:
                 # torch.nn.utils.clip_grad_norm_, with its 1e-6
                 scale = min(1.0, self.options.max_grad_norm / (norm + 1e-6))
+                clipped = scale < 1.0
                 self._pending = PendingUpdate(learning_rate=learning_rate, gradient_scale=scale)
         self.skipped_steps += skipped
         names = tuple(self.model.blocks[block].name for block in state.nonfinite_blocks)
@@ -224,6 +227,7 @@ class Engine:
         return StepResult(
             loss=float(state.home_loss_sum) / state.total_weight,
             grad_norm=norm,
+            clipped=clipped,
             skipped=skipped,
             nonfinite_blocks=names,
             supervised_weight=state.total_weight,

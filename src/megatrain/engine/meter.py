@@ -3,9 +3,19 @@
 import threading
 from typing import Any
 
+import psutil
 import torch
 
+from megatrain.engine.device import release_cached_memory
+
 SAMPLE_SECONDS = 0.05
+HOLDS_CLOCK = {
+    0x20 | 0x40: "heat",
+    0x80: "the power supply",
+    0x08: "the hardware",
+    0x04: "the power limit",
+}
+"""Bits of NVML's reasons for a lower clock (nvmlClocksEventReasons)."""
 MATMUL_SIZE = 8192
 MATMUL_REPEATS = 30
 
@@ -23,7 +33,8 @@ class GpuMeter:
         self._device = device
         self._cuda = device.type == "cuda"
         self.name = torch.cuda.get_device_name(device) if self._cuda else ""
-        self._matmul_tflops = _matmul_tflops(device) if self._cuda else None
+        rate = matmul_flops_per_s(device, torch.bfloat16)
+        self._matmul_tflops = None if rate is None else round(rate / 1e12, 1)
         self._used: list[int] = []
         self._power_w: list[float] = []
         self._clock_mhz: list[float] = []
@@ -75,6 +86,28 @@ def _mean(values: list[float]) -> float | None:
     return round(sum(values) / len(values), 1) if values else None
 
 
+def clock_report(device: torch.device) -> str:
+    """What holds the GPU's clock down at this moment, or that nothing does.
+
+    Empty on the CPU and where nvidia-ml-py or the driver does not say.
+    """
+    found = _nvml_handle(device) if device.type == "cuda" else None
+    if found is None:
+        return ""
+    nvml, gpu = found
+    try:
+        reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
+        now = nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        highest = nvml.nvmlDeviceGetMaxClockInfo(gpu, nvml.NVML_CLOCK_SM)
+        celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+        watts = nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3
+    except nvml.NVMLError:
+        return ""
+    held = [name for bits, name in HOLDS_CLOCK.items() if reasons & bits]
+    by = f"held down by {' and '.join(held)}" if held else "not held down"
+    return f"the GPU's clock is {by} ({now} of {highest} MHz, {celsius} C, {watts:.0f} W)"
+
+
 def _nvml_handle(device: torch.device) -> Any:
     """(pynvml, handle), or None if the package or the library is not there."""
     try:
@@ -88,18 +121,34 @@ def _nvml_handle(device: torch.device) -> Any:
         return None
 
 
-def _matmul_tflops(device: torch.device) -> float:
-    """What a large bf16 product of random matrices reaches."""
-    a, b = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=torch.bfloat16) for _ in "ab"
-    )
-    for _ in range(3):
-        a @ b
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-    start.record()
-    for _ in range(MATMUL_REPEATS):
-        a @ b
-    end.record()
-    end.synchronize()
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What a large product of random matrices reaches; None on the CPU, or without room for it.
+
+    It waits for the GPU, and takes and gives back the room of three matrices: not during a run.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, dtype=dtype) for _ in "ab")
+        for _ in range(3):
+            a @ b
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        start.record()
+        for _ in range(MATMUL_REPEATS):
+            a @ b
+        end.record()
+        end.synchronize()
+    except torch.OutOfMemoryError:
+        return None
+    del a, b
+    release_cached_memory(device)
     seconds = start.elapsed_time(end) / 1e3 / MATMUL_REPEATS
-    return round(2 * MATMUL_SIZE**3 / seconds / 1e12, 1)
+    return 2 * MATMUL_SIZE**3 / seconds
+
+
+def memory_in_use(device: torch.device) -> dict[str, float]:
+    """What this process holds, by name with its unit; counters of the host, nothing waits."""
+    found = {"host_memory_gib": psutil.Process().memory_info().rss / 2**30}
+    if device.type == "cuda":
+        found["gpu_memory_gib"] = torch.cuda.memory_reserved(device) / 2**30
+    return found

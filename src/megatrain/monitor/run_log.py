@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+FILE = "log.jsonl"
+
 
 class RunLog:
     """Writes `log.jsonl`.
@@ -28,7 +30,7 @@ class RunLog:
         after_step: int | None = None,
         note: Callable[[str], None] = print,
     ) -> None:
-        self.path = output_dir / "log.jsonl"
+        self.path = output_dir / FILE
         self._unwritten: list[str] = []
         self._note = note
         kept = "" if after_step is None else _rows_up_to(self.path, after_step)

@@ -3,12 +3,15 @@
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 HISTORY = 50
 """Steps that what is usual is taken from."""
 LEAST = 20
 """Steps before anything is called unusual."""
+KNOWN = 5
+"""Steps before there is an idea of what one takes."""
 SPIKE = 10.0
 """Times the median distance from the median."""
 LEAST_RISE = 0.2
@@ -22,6 +25,8 @@ SLOW_STEPS = 5
 class Watchdog:
     """Looks at each step once; says what it sees once, until it is over."""
 
+    explain: Callable[[], str] = lambda: ""
+    """Asked why steps are slow when they are; empty if there is nothing to say."""
     _losses: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
     _in_spike: bool = False
@@ -62,10 +67,16 @@ class Watchdog:
         self._slow += 1
         if self._slow != SLOW_STEPS:
             return ""
+        why = self.explain() or "another process, heat, or a lower clock"
         return (
             f"the last {SLOW_STEPS} steps took {seconds / usual:.1f} times as long as usual"
-            f" ({seconds:.2f} s instead of {usual:.2f} s): another process, heat, or a lower clock"
+            f" ({seconds:.2f} s instead of {usual:.2f} s): {why}"
         )
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """What a step takes; None before that is known."""
+        return _median(self._seconds) if len(self._seconds) >= KNOWN else None
 
     @property
     def in_spike(self) -> bool:

@@ -1,13 +1,15 @@
 """Where a run is, and what `trainer_state.json` says of it."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoint import TrainingState
 from megatrain.config import TrainConfig
-from megatrain.evaluation import EvalResult
+from megatrain.engine import StepResult
 from megatrain.trainer.prepare import PreparedRun
+from megatrain.trainer.rhythm import Rhythms
 
 NOT_OURS = {
     "is_hyper_param_search": False,
@@ -19,6 +21,46 @@ NOT_OURS = {
     "trial_params": None,
 }
 """What transformers' TrainerState has beside, with its defaults."""
+LARGEST_EXPONENT = 700.0
+"""Of e, before it is infinite."""
+
+
+def metric(loss: float, config: TrainConfig) -> float:
+    """`metric_for_best_model` of a held-out loss."""
+    if "perplexity" not in (config.metric_for_best_model or "loss"):
+        return loss
+    return math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+
+
+@dataclass(kw_only=True)
+class Window:
+    """Steps since the last row of the log, which is about all of them."""
+
+    steps: int = 0
+    clipped: int = 0
+    skipped: int = 0
+    finite: int = 0
+    """Steps with a finite loss."""
+    loss_sum: float = 0.0
+    """Of those."""
+    nonfinite_blocks: list[str] = field(default_factory=list)
+    """Whose gradient was not finite in one of the steps."""
+
+    def take(self, done: StepResult) -> None:
+        """Another step."""
+        self.steps += 1
+        self.clipped += done.clipped
+        self.skipped += done.skipped
+        new = set(done.nonfinite_blocks) - set(self.nonfinite_blocks)
+        self.nonfinite_blocks += sorted(new)
+        if math.isfinite(done.loss):
+            self.finite += 1
+            self.loss_sum += done.loss
+
+    @property
+    def loss(self) -> float:
+        """Mean of the finite ones; nan if there is none."""
+        return self.loss_sum / self.finite if self.finite else math.nan
 
 
 @dataclass(kw_only=True)
@@ -28,27 +70,69 @@ class Progress:
     step: int = 0
     """Optimizer steps done, skipped ones included."""
     tokens_seen: int = 0
+    skipped_in_a_row: int = 0
+    """Steps up to now that updated nothing."""
+    window: Window = field(default_factory=Window)
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    best_metric: float | None = None
+    best_loss: float | None = None
     best_step: int | None = None
     """Of the best checkpoint so far."""
+    lowest_loss: float | None = None
+    lowest_step: int | None = None
+    """Of all evaluations during training, at a checkpoint or not."""
+    worse_in_a_row: int = 0
+    """Evaluations up to now that were not better than the best before them."""
 
     @classmethod
-    def after(cls, trainer_state: dict[str, Any], tokens_seen: int) -> "Progress":
+    def after(cls, state: TrainingState) -> "Progress":
         """Where a checkpoint was written."""
+        trainer_state, counters = state.trainer_state, dict(state.counters)
         return cls(
-            step=trainer_state["global_step"],
-            tokens_seen=tokens_seen,
+            step=state.step,
+            tokens_seen=state.tokens_seen,
             log_history=list(trainer_state["log_history"]),
-            best_metric=trainer_state["best_metric"],
-            best_step=trainer_state["best_global_step"],
+            best_loss=counters.pop("best_loss", trainer_state["best_metric"]),
+            best_step=counters.pop("best_step", trainer_state["best_global_step"]),
+            window=Window(**counters.pop("window", {})),
+            **counters,
         )
 
-    def judge(self, result: EvalResult) -> None:
-        """Take note of an evaluation at whose step a checkpoint is written."""
-        loss = result.loss
-        if math.isfinite(loss) and (self.best_metric is None or loss < self.best_metric):
-            self.best_metric, self.best_step = loss, self.step
+    def counters(self) -> dict[str, Any]:
+        """What a run that goes on counts further, beside what `trainer_state` has."""
+        return {
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "window": asdict(self.window),
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "lowest_loss": self.lowest_loss,
+            "lowest_step": self.lowest_step,
+            "worse_in_a_row": self.worse_in_a_row,
+        }
+
+    def take(self, done: StepResult) -> None:
+        """Another step is done."""
+        self.step += 1
+        self.tokens_seen += done.real_tokens
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
+        self.window.take(done)
+
+    def judge(self, loss: float, config: TrainConfig, *, at_checkpoint: bool) -> None:
+        """Take note of an evaluation, as transformers' EarlyStoppingCallback counts them.
+
+        Args:
+            loss: of the held-out rows.
+            config: says what is better.
+            at_checkpoint: a checkpoint is written at this step.
+        """
+        best = math.inf if self.lowest_loss is None else self.lowest_loss
+        gain = metric(best, config) - metric(loss, config)
+        self.worse_in_a_row = (
+            0 if gain > config.early_stopping_threshold else (self.worse_in_a_row + 1)
+        )
+        if loss < best:
+            self.lowest_loss, self.lowest_step = loss, self.step
+        if at_checkpoint and loss < (math.inf if self.best_loss is None else self.best_loss):
+            self.best_loss, self.best_step = loss, self.step
 
     def best(self, output: Path) -> Path | None:
         """Where the best checkpoint should be; None before there is one."""
@@ -61,23 +145,30 @@ class Progress:
         for name in ("loss", "grad_norm", "eval_loss", "eval_perplexity"):
             values = [row[name] for row in self.log_history if name in row]
             found |= {name: values[-1]} if values else {}
-        return found | {"best_step": self.best_step, "best_metric": self.best_metric}
+        return found | {"best_step": self.best_step, "best_eval_loss": self.best_loss}
+
+    def best_figures(self, config: TrainConfig, output: Path) -> dict[str, Any]:
+        """As transformers has them: the best evaluation, and the best checkpoint."""
+        lowest, best = self.lowest_loss, self.best(output)
+        return {
+            "best_global_step": self.lowest_step,
+            "best_metric": None if lowest is None else metric(lowest, config),
+            "best_model_checkpoint": None if best is None else str(best),
+        }
 
     def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
         """As transformers' Trainer writes it."""
-        best = self.best(output)
+        rhythms = Rhythms.of(config, run)
         return NOT_OURS | {
-            "best_global_step": self.best_step,
-            "best_metric": self.best_metric,
-            "best_model_checkpoint": None if best is None else str(best),
+            **self.best_figures(config, output),
             "epoch": run.sampler.epochs_after(self.step),
-            "eval_steps": config.eval_steps,
+            "eval_steps": rhythms.evaluate.every,
             "global_step": self.step,
             "log_history": list(self.log_history),
-            "logging_steps": config.logging_steps,
+            "logging_steps": rhythms.log.every,
             "max_steps": run.total_steps,
             "num_input_tokens_seen": self.tokens_seen,
             "num_train_epochs": math.ceil(run.sampler.epochs_after(run.total_steps)),
-            "save_steps": config.save_steps,
+            "save_steps": rhythms.save.every,
             "train_batch_size": config.per_device_train_batch_size,
         }

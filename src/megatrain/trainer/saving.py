@@ -5,9 +5,7 @@ import os
 import signal
 import statistics
 import time
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,8 @@ from megatrain.engine import Engine
 from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
+from megatrain.trainer.report import Reporter
+from megatrain.trainer.rhythm import Rhythms
 from megatrain.units import format_bytes
 
 GRACE_S = 30.0
@@ -29,43 +29,6 @@ PROBE_BYTES = 2**27
 RECENT_STEPS = 20
 LONGEST_GAP = 64
 """Steps between two attempts at a checkpoint that failed."""
-
-
-class SaveSchedule:
-    """After which steps a checkpoint is due.
-
-    Args:
-        steps: those, ascending; without the last one of the run, if it is not among them.
-        total_steps: of the run.
-    """
-
-    def __init__(self, steps: Sequence[int] | None, *, total_steps: int) -> None:
-        self._steps, self._total = steps, total_steps
-
-    @classmethod
-    def of(cls, config: TrainConfig, run: PreparedRun) -> "SaveSchedule":
-        """As the config says."""
-        steps: Sequence[int] | None = None
-        total = run.total_steps
-        if config.save_strategy == "epoch":  # packed, epochs have steps of their own number
-            epochs = range(1, math.floor(run.sampler.epochs_after(total)) + 1)
-            steps = [run.sampler.steps_in(epoch) for epoch in epochs]
-        elif config.save_strategy == "steps":
-            share = config.save_steps < 1
-            every = math.ceil(config.save_steps * total if share else config.save_steps)
-            steps = range(every, total + 1, every)
-        return cls(steps, total_steps=total)
-
-    def due(self, step: int) -> bool:
-        """After those steps and the last one."""
-        return self._steps is not None and (step in self._steps or step == self._total)
-
-    def count(self, after: int) -> int:
-        """Checkpoints yet to come after a step."""
-        if self._steps is None or after >= self._total:
-            return 0
-        extra = self._total not in self._steps
-        return len(self._steps) - bisect_right(self._steps, after) + extra
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +69,7 @@ class Saver:
         run: the same, prepared.
         writer: None if there are no checkpoints.
         engine: flushed before its state is taken.
-        note: told what happens.
-        record: given a row for each checkpoint.
+        report: told what happens, and what each checkpoint has cost.
     """
 
     def __init__(
@@ -117,16 +79,17 @@ class Saver:
         run: PreparedRun,
         writer: CheckpointWriter | None,
         engine: Engine,
-        note: Callable[[str], None],
-        record: Callable[[dict[str, Any]], None],
+        report: Reporter,
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
-        self._note, self._record = note, record
-        self.schedule = SaveSchedule.of(config, run)
+        self._report = report
+        self.rhythm = Rhythms.of(config, run).save
         self._snapshot: Snapshot | None = None
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
         self._expected_s = self._flush_s = self._held_up_s = 0.0
+        self._written: dict[str, Any] = {}
+        """trainer_state.json of the snapshot."""
         self._retry_at: int | None = None
         self._gap = 1
         self._durations: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -158,9 +121,9 @@ class Saver:
         if self._snapshot is not None and self._snapshot.ended:
             self._conclude()
         if asked and self._writer is None:
-            self._note("a checkpoint was asked for, but save_strategy is no")
+            self._report.note("a checkpoint was asked for, but save_strategy is no")
         retry = self._retry_at is not None and progress.step >= self._retry_at
-        if asked or retry or self.schedule.due(progress.step):
+        if asked or retry or self.rhythm.due(progress.step):
             self.save(progress)
 
     def save(self, progress: Progress) -> None:
@@ -177,7 +140,9 @@ class Saver:
         self._step, self._retry_at = progress.step, None
         try:
             best = progress.best(self._writer.output)
-            self._snapshot = self._writer.start(self._state(progress), best=best)
+            state = self._state(progress)
+            self._snapshot = self._writer.start(state, best=best)
+            self._written = state.trainer_state
         except Exception as error:  # noqa: BLE001  libraries raise what they like on a full disk
             self._failed(error)
             return
@@ -200,6 +165,7 @@ class Saver:
             data_digest=run.data.digest,
             config=config.model_dump(),
             trainer_state=progress.trainer_state(config, run, Path(config.output_dir)),
+            counters=progress.counters(),
             versions={"megatrain": __version__, "torch": torch.__version__},
         )
 
@@ -234,7 +200,7 @@ class Saver:
         self.wait()
         found = checkpoints(Path(self._config.output_dir))
         last = None if self._config.save_only_model else max(found, default=None)
-        self._note(
+        self._report.note(
             f"stopped by {number.name} after step {progress.step}; "
             + (
                 "there is no checkpoint to go on from"
@@ -249,7 +215,7 @@ class Saver:
             return bool(chosen) and self._writer is not None
         if number is signal.SIGINT or self.save_s <= GRACE_S:
             return True
-        self._note(
+        self._report.note(
             f"a checkpoint takes about {self.save_s:.0f} s, longer than the {GRACE_S:.0f} s that"
             " schedulers leave: none is begun (save_on_signal: auto)"
         )
@@ -274,17 +240,17 @@ class Saver:
             waited_s=snapshot.waited_s + self._held_up_s,
             expected_wait_s=self._expected_s,
         )
-        self._note(figures.in_words())
+        self._report.note(figures.in_words())
         if snapshot.warning:
-            self._note(snapshot.warning)
-        self._record(figures.row())
+            self._report.note(snapshot.warning)
+        self._report.checkpoint(figures.row(), self._written)
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)
         what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         assert self._writer is not None
         found = max(checkpoints(self._writer.output), default=None)
-        self._note(
+        self._report.note(
             f"CHECKPOINT-{self._step} WAS NOT WRITTEN ({type(error).__name__}: {what}); the run"
             f" goes on; last whole: {'none' if found is None else f'checkpoint-{found}'}; next try"
             f" after step {min(self._retry_at, self._run.total_steps)}"

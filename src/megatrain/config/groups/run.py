@@ -49,25 +49,6 @@ class RunKeys(Keys):
         description="auto: go on from the last whole checkpoint in output_dir, if there is one;"
         " true: the same, and it must be there; or a checkpoint's directory.",
     )
-    load_best_model_at_end: bool = Field(
-        False, description="Write the model of the best checkpoint at the end, not the last."
-    )
-    logging_steps: int = Field(1, ge=1, description="Log every so many steps.")
-    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
-        default_factory=list,
-        description="Trackers that get the rows of log.jsonl too; each needs its package.",
-    )
-    run_name: str | None = Field(
-        None, description="What trackers call the run; default: the name of output_dir."
-    )
-    stop_on_loss_spike: bool = Field(
-        False,
-        description="End the run, with a checkpoint, at a loss far above the median of the last 50"
-        " steps; it is told in any case.",
-    )
-    eval_steps: int | None = Field(
-        None, ge=1, description="Evaluate every so many steps, besides before and after training."
-    )
     seed: int = Field(42, ge=0, description="Key of order, initialisation and dropout.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where blocks are computed.")
     host_memory: str | None = Field(
