@@ -11,6 +11,9 @@ One mapping of options goes to both, fp32 on the CPU, rows in the order of the f
 - losses and gradient norms (before clipping), step by step;
 - one step of 16 rows as 16x1 and as 2x8, in both: rows differ in length, so a mean of means shows.
 
+With `--packing` the first 16 problems are packed into rows of 512 tokens (TRL's padding-free
+best-fit), all of them in each of two steps, because the order of packed rows is not the same.
+
 Appends one JSON line to benchmarks/results/trl_parity.jsonl.
 """
 
@@ -19,6 +22,7 @@ import itertools
 import json
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +67,7 @@ class Run:
     """Rows a micro-batch."""
     accumulation: int
     steps: int
+    packing: bool = False
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Keys that both know by the same name."""
@@ -72,6 +77,7 @@ class Run:
             "per_device_train_batch_size": self.batch,
             "gradient_accumulation_steps": self.accumulation,
             "max_steps": self.steps,
+            "packing": self.packing,
         }
 
 
@@ -146,11 +152,14 @@ def megatrain_targets(model: Path, data: Path, max_length: int) -> list[list[int
 
 
 def trl_targets(trainer: Any) -> list[list[int]]:
-    """Labels that are not left out."""
-    return [
-        [label for label in labels[1:] if label != UNSUPERVISED]
-        for labels in trainer.train_dataset["labels"]
-    ]
+    """Labels that are not left out, of each sample of each row."""
+    rows = trainer.train_dataset
+    lengths = rows["seq_lengths"] if "seq_lengths" in rows.column_names else None
+    samples: list[list[int]] = []
+    for number, labels in enumerate(rows["labels"]):
+        stops = itertools.accumulate(lengths[number] if lengths else [len(labels)], initial=0)
+        samples += [labels[start + 1 : stop] for start, stop in itertools.pairwise(stops)]
+    return [[label for label in sample if label != UNSUPERVISED] for sample in samples]
 
 
 def several_turns(model: Path, conversations: Sequence[Messages]) -> tuple[list[list[int]], ...]:
@@ -203,13 +212,18 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
+def in_both(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
+    """Samples whose targets are those of a sample of the other."""
+    return (Counter(map(tuple, ours)) & Counter(map(tuple, theirs))).total()
+
+
 def compared(ours: Outcome, theirs: Outcome) -> dict[str, Any]:
     """Figures of the same run in both."""
     return {
+        "samples": len(ours.targets),
         "supervised_tokens": sum(map(len, ours.targets)),
-        "samples_with_the_same_supervised_tokens": sum(
-            a == b for a, b in zip(ours.targets, theirs.targets, strict=True)
-        ),
+        "supervised_tokens_trl": sum(map(len, theirs.targets)),
+        "samples_with_the_same_supervised_tokens": in_both(ours.targets, theirs.targets),
         "largest_relative_difference_loss": largest_difference(ours.losses, theirs.losses),
         "largest_relative_difference_grad_norm": largest_difference(
             ours.grad_norms, theirs.grad_norms
@@ -257,6 +271,44 @@ def gsm8k(path: Path, count: int) -> list[Messages]:
     ]
 
 
+def unpacked(args: argparse.Namespace) -> dict[str, Any]:
+    """Rows one by one: the run, conversations of several turns, splits of one step."""
+    run = Run(
+        model=args.model,
+        conversations=gsm8k(args.data, args.steps * args.rows),
+        max_length=args.max_length,
+        batch=args.rows,
+        accumulation=1,
+        steps=args.steps,
+    )
+    ours, theirs = several_turns(args.model, run.conversations)
+    return {
+        "steps": args.steps,
+        "rows_a_step": args.rows,
+        "max_length": args.max_length,
+        **compared(megatrain_run(run), trl_run(run)),
+        "conversations_of_two_problems": len(ours),
+        "of_these_with_the_same_supervised_tokens": in_both(ours, theirs),
+        "one_step_of_16_rows": scaling(args.model, run.conversations[:16], args.max_length),
+    }
+
+
+def packed(model: Path, data: Path) -> dict[str, Any]:
+    """All samples in each step."""
+    run = Run(
+        model=model,
+        conversations=gsm8k(data, 16),
+        max_length=512,
+        batch=16,
+        accumulation=1,
+        steps=2,
+        packing=True,
+    )
+    return {"steps": run.steps, "max_length": run.max_length} | compared(
+        megatrain_run(run), trl_run(run)
+    )
+
+
 def main() -> None:
     """Run both, compare, record."""
     import trl
@@ -267,27 +319,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--max-length", type=int, default=160)
+    parser.add_argument("--packing", action="store_true")
     args = parser.parse_args()
-    run = Run(
-        model=args.model,
-        conversations=gsm8k(args.data, args.steps * args.rows),
-        max_length=args.max_length,
-        batch=args.rows,
-        accumulation=1,
-        steps=args.steps,
-    )
-    ours, theirs = several_turns(args.model, run.conversations)
+    found = packed(args.model, args.data) if args.packing else unpacked(args)
     row = {
         "what": "SmolLM2-135M-Instruct on GSM8K messages, fp32, here and in TRL's SFTTrainer",
-        "steps": args.steps,
-        "rows_a_step": args.rows,
-        "max_length": args.max_length,
-        **compared(megatrain_run(run), trl_run(run)),
-        "conversations_of_two_problems": len(ours),
-        "of_these_with_the_same_supervised_tokens": sum(
-            a == b for a, b in zip(ours, theirs, strict=True)
-        ),
-        "one_step_of_16_rows": scaling(args.model, run.conversations[:16], args.max_length),
+        "packing": args.packing,
+        **found,
         "machine": f"{torch.get_num_threads()} cores, {platform.machine()}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,

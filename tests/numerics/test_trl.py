@@ -50,6 +50,24 @@ def test_supervised_tokens_losses_and_norms(
     assert found["losses"][-1] < 0.99 * found["losses"][0]
 
 
+def test_packed(model: Path) -> None:
+    """All rows in each step: both make the same rows, in another order."""
+    run = Run(
+        model=model,
+        conversations=CHATS,
+        max_length=400,
+        batch=16,
+        accumulation=1,
+        steps=3,
+        packing=True,
+    )
+    found = compared(megatrain_run(run), trl_run(run))
+    assert found["supervised_tokens"] == found["supervised_tokens_trl"]
+    assert found["samples_with_the_same_supervised_tokens"] == 16
+    assert found["largest_relative_difference_loss"] < 1e-5
+    assert found["largest_relative_difference_grad_norm"] < 1e-4
+
+
 def test_one_step_is_the_same_however_it_is_split(model: Path) -> None:
     found = trl_parity.scaling(model, CHATS, 256)
     for key in ("loss", "grad_norm"):
