@@ -43,8 +43,8 @@ def main() -> None:
     """Train, record."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path, help="folder of train.jsonl and test.jsonl")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--held-out", type=int, default=48, help="problems")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--held-out", type=int, default=32, help="problems")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
