@@ -1,5 +1,7 @@
 """A real byte-level tokenizer, built in a second, with published turn structures."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +19,8 @@ REWRITING = (
     "{% for m in messages %}{% if loop.last or m['role'] != 'assistant' %}[{{ m['content'] }}]"
     "{% endif %}{% endfor %}"
 )
+TEMPLATES = Path(__file__).parent / "templates"
+MARKUP = re.compile(r"<[|｜][^|｜>]*[|｜]>|<(?:start|end)_of_turn>|\[/?[A-Z_]+\]")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>"]
 
 
@@ -31,6 +35,50 @@ def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedTemplate:
+    """A template of tests/templates, and the tokens that its models begin and end texts with."""
+
+    name: str
+    bos: str
+    eos: str
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """One token a byte, and the special tokens that stand in the template."""
+        template = (TEMPLATES / f"{self.name}.jinja").read_text(encoding="utf-8")
+        tokenizer = byte_tokenizer(template)
+        special = sorted({*MARKUP.findall(template), self.bos, self.eos})
+        tokenizer.add_special_tokens(
+            {"bos_token": self.bos, "eos_token": self.eos, "extra_special_tokens": special}
+        )
+        return tokenizer
+
+
+LLAMA_TOKENS = {"bos": "<|begin_of_text|>", "eos": "<|eot_id|>"}
+GEMMA_TOKENS = {"bos": "<bos>", "eos": "<eos>"}
+QWEN_TOKENS = {"bos": "<|endoftext|>", "eos": "<|im_end|>"}
+DEEPSEEK_TOKENS = {"bos": "<｜begin▁of▁sentence｜>", "eos": "<｜end▁of▁sentence｜>"}
+MISTRAL_TOKENS = {"bos": "<s>", "eos": "</s>"}
+PUBLISHED = {
+    name: PublishedTemplate(name=name, **tokens)
+    for name, tokens in {
+        "smollm2": {"bos": "<|im_start|>", "eos": "<|im_end|>"},
+        "llama3": LLAMA_TOKENS,
+        "llama3_1": LLAMA_TOKENS,
+        "llama3_2": LLAMA_TOKENS,
+        "gemma": GEMMA_TOKENS,
+        "gemma3": GEMMA_TOKENS,
+        "phi3": {"bos": "<s>", "eos": "<|endoftext|>"},
+        "qwen2_5": QWEN_TOKENS,
+        "qwen3": QWEN_TOKENS,
+        "deepseekv3": DEEPSEEK_TOKENS,
+        "deepseek_r1_distill": DEEPSEEK_TOKENS,
+        "mistral_v3": MISTRAL_TOKENS,
+        "mistral_v13": MISTRAL_TOKENS,
+    }.items()
+}
 
 
 def save_tiny_model(folder: Path, **changes: object) -> None:

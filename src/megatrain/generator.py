@@ -4,8 +4,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatrain.data.chat import Message, end_of_turn
+from megatrain.data.chat import end_of_turn
 from megatrain.data.prompts import Prompt, prompt_ids
+from megatrain.data.turns import Message
 from megatrain.evaluation.generation import Completion, Decoding, Generator, check_prompt
 from megatrain.opening import ModelChoice, OpenModel
 

@@ -11,6 +11,19 @@ from tests.tokenizers_for_tests import save_tiny_gguf, save_tiny_model
 ROOT = Path(__file__).parents[2]
 
 
+def write_recipes_data(data: Path, pairs: list[dict[str, str]]) -> None:
+    """What the recipes name beside that: Alpaca, ShareGPT, GSM8K."""
+    alpaca = [{"instruction": p["question"], "input": "", "output": p["answer"]} for p in pairs]
+    (data / "alpaca.json").write_text(json.dumps(alpaca * 3))
+    turns = [("human", "question"), ("gpt", "answer")]
+    chats = [[{"from": who, "value": p[column]} for who, column in turns] for p in pairs]
+    (data / "sharegpt.json").write_text(json.dumps([{"conversations": chat} for chat in chats]))
+    (data / "gsm8k").mkdir()
+    for part in ("train", "test"):
+        (data / "gsm8k" / f"{part}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        shutil.copy(data / "chat.jsonl", data / "gsm8k" / f"chat-{part}.jsonl")
+
+
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny model and one data file of each kind."""
@@ -21,6 +34,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         save_tiny_model(tmp_path / "models" / name)
     (tmp_path / "models" / "shape" / "model.safetensors").unlink()
     save_tiny_gguf(tmp_path / "models" / "base.gguf")
+    shutil.copytree(tmp_path / "models" / "base", tmp_path / "runs" / "demo" / "base")
     shapes = tmp_path / "configs" / "shapes"
     shapes.mkdir(parents=True)
     for folder in (ROOT / "configs" / "shapes").glob("*/"):
@@ -45,4 +59,5 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         for i in range(60)
     ]
     (data / "chat.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    write_recipes_data(data, pairs)
     return tmp_path

@@ -54,6 +54,20 @@ def test_python_in_the_quickstart_runs(workspace: Path) -> None:
     assert Path("runs/rows/model.safetensors").is_file()
 
 
+def test_what_the_recipes_show_runs(workspace: Path) -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    made = Path("data/gsm8k/chat-train.jsonl")
+    made.unlink()
+    exec(code, {})
+    assert '"role": "assistant"' in made.read_text()
+    (config,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    Path("shortest.yaml").write_text(config)
+    result = CliRunner().invoke(app, ["train", "shortest.yaml", *SHORT])
+    assert result.exit_code == 0, result.exception
+    assert Path("runs/alpaca/model.safetensors").is_file()
+
+
 def test_the_make_targets_shown_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in DOCUMENTS:

@@ -9,13 +9,14 @@ Some templates render a turn in another way once later turns follow (Qwen3 drops
 Phi-3 and gpt-oss close the last turn differently), or open a generation with more than a finished
 turn has (DeepSeek-R1 adds `<think>`).  There the turn is found by putting a marker in place of
 contents, and taken only if the marker shows that nothing outside of the turn depends on what the
-assistant said.  Everything else is refused.
+assistant said.  Everything else is refused, and so is a template that leaves out what it was given
+(`megatrain.data.shown`).
 
-Price: two renderings a turn, up to seven where a marker is needed, and one a conversation.
+Price: one rendering a conversation, two a turn, up to seven where a marker is needed.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,17 +24,14 @@ import numpy.typing as npt
 
 from megatrain.data.roles import check_order
 from megatrain.data.rows import Row
+from megatrain.data.shown import check_all_shown
 from megatrain.data.supervision import common_prefix, text_row, token_ids
 from megatrain.data.tokenizer import Tokenizer
+from megatrain.data.tool_calls import with_object_arguments, with_text_arguments
+from megatrain.data.turns import MARKER, Conversation, Message, Span
 from megatrain.errors import UserError
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-MARKER = "\ue000turn\ue000"
-"""Private-use characters: no template trims them, no text holds them."""
-
-Message = dict[str, Any]
-Span = tuple[int, int]
-"""First character and the one after the last."""
 WEIGHT = "weight"
 """Key of an assistant's message that says how much its tokens count as targets: 0, 1 or another."""
 
@@ -61,8 +59,7 @@ def chat_row(
         UserError: for bad messages, a missing template, or one that renders earlier turns in such
             a way that the assistant's cannot be told from the rest.
     """
-    chat = _conversation(tokenizer, messages, place, tools)
-    whole = chat.render(chat.messages)
+    chat, whole = _rendered(tokenizer, messages, place, tools or None)
     if assistant_only:
         spans = chat.assistant_spans(whole, prompt_messages)
         of_spans = [messages[index].get(WEIGHT) for index in spans]
@@ -70,6 +67,7 @@ def chat_row(
         start = chat.prompt_length(whole, prompt_messages) if prompt_messages else 0
         spans, of_spans = {0: (start, len(whole))}, [None]
         _check_unweighted(messages, place)
+    check_all_shown(chat, whole, spans if assistant_only else {})
     ids, weights = _tokens_in_spans(
         tokenizer,
         whole,
@@ -87,7 +85,7 @@ def generation_prompt(tokenizer: Tokenizer, messages: Sequence[Message], place: 
     Raises:
         UserError: for bad messages, a missing template, or one that does not take them.
     """
-    chat = _conversation(tokenizer, messages, place)
+    chat, _ = _rendered(tokenizer, messages, place, None)
     rendered = chat.render(chat.messages, generation=True)
     return token_ids(tokenizer, rendered, add_special_tokens=False)
 
@@ -95,19 +93,20 @@ def generation_prompt(tokenizer: Tokenizer, messages: Sequence[Message], place: 
 def end_of_turn(tokenizer: Tokenizer) -> list[int]:
     """The token with which the chat template ends an assistant's turn, if it is one of its own."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARKER}]
-    chat = _conversation(tokenizer, turns, "a first turn")
-    _, _, rest = chat.render(chat.messages).partition(MARKER)
+    _, whole = _rendered(tokenizer, turns, "a first turn", None)
+    _, _, rest = whole.partition(MARKER)
     ids = token_ids(tokenizer, rest.strip(), add_special_tokens=False)
     return [token for token in ids[:1] if token in tokenizer.added_tokens_decoder]
 
 
-def _conversation(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    place: str,
-    tools: Sequence[Any] | None = None,
-) -> "_Conversation":
-    """Messages that are in order, and a tokenizer that has a template."""
+def _rendered(
+    tokenizer: Tokenizer, messages: Sequence[Message], place: str, tools: Sequence[Any] | None
+) -> tuple[Conversation, str]:
+    """The conversation and its text; arguments of calls in the form that the template takes.
+
+    Raises:
+        UserError: for bad messages, a missing template, or one that does not take them.
+    """
     check_messages(messages, place)
     check_order(messages, place)
     if not tokenizer.chat_template:
@@ -116,9 +115,16 @@ def _conversation(
             found="a tokenizer without a chat template",
             change="use an instruction-tuned model, or prompt/completion columns",
         )
-    return _Conversation(
-        tokenizer=tokenizer, messages=list(messages), place=place, tools=tools or None
-    )
+    objects = with_object_arguments(messages, place)
+    chat = Conversation(tokenizer=tokenizer, messages=objects, place=place, tools=tools)
+    try:
+        return chat, chat.render(objects)
+    except UserError:
+        texts = with_text_arguments(objects)
+        if texts == objects:
+            raise
+        chat = replace(chat, messages=texts)
+        return chat, chat.render(texts)
 
 
 def _check_unweighted(messages: Sequence[Message], place: str) -> None:
@@ -169,150 +175,6 @@ def _check_weight(message: Message, asked: str) -> None:
             found=f"a weight of {weight} for role '{message['role']}'",
             change="give the assistant's messages a number from 0, and others none",
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Conversation:
-    """Renderings of one conversation and its parts."""
-
-    tokenizer: Tokenizer
-    messages: list[Message]
-    place: str
-    tools: Sequence[Any] | None
-
-    def render(self, messages: list[Message], *, generation: bool = False) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            rendered = self.tokenizer.apply_chat_template(
-                messages, tools=self.tools, tokenize=False, add_generation_prompt=generation
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                asked=f"chat messages at {self.place}",
-                found=f"a chat template that does not take them ({str(error).rstrip('.')})",
-                change="mend the order of roles and the contents, or give another template",
-            ) from error
-        return str(rendered)
-
-    def assistant_spans(self, whole: str, first: int) -> dict[int, Span]:
-        """Characters of each assistant turn from message `first` on, by the message's number."""
-        self._check_contents_show()
-        return {
-            index: self.turn_span(whole, index)
-            for index, message in enumerate(self.messages)
-            if index >= first and message["role"] == "assistant"
-        }
-
-    def _check_contents_show(self) -> None:
-        """Templates made for lists of parts leave plain texts out without a word."""
-        plain = [
-            index
-            for index, message in enumerate(self.messages)
-            if message["role"] == "assistant" and isinstance(message.get("content"), str)
-        ]
-        if plain and self._marked(self.messages, plain[-1]) is None:
-            raise UserError(
-                asked=f"supervise the assistant's turns at {self.place}",
-                found="a chat template that does not show the assistant's content, or twice",
-                change="give contents in the form that the template takes, or another template",
-            )
-
-    def prompt_length(self, whole: str, prompt_messages: int) -> int:
-        """Characters before the first message after the prompt, generation prompt included."""
-        if self.messages[prompt_messages]["role"] == "assistant":
-            return self.turn_span(whole, prompt_messages)[0]
-        prompt = self.render(self.messages[:prompt_messages])
-        if not whole.startswith(prompt):
-            raise self._refusal()
-        return len(prompt)
-
-    def turn_span(self, whole: str, index: int) -> Span:
-        """Characters of one assistant turn in the whole conversation."""
-        before = ""
-        if index:
-            before = self.render(self.messages[:index], generation=True)
-            after = self.render(self.messages[: index + 1])
-            if whole.startswith(after) and after.startswith(before):
-                return len(before), len(after)
-        span = self._marked_span(whole, index, before)
-        if span is None:
-            raise self._refusal()
-        return span
-
-    def _marked_span(self, whole: str, index: int, before: str) -> Span | None:
-        """The turn, found by its surroundings; None where they do not tell."""
-        turn = self._marked(self.messages, index)
-        if turn is None:
-            return None
-        lead, rest = turn
-        # A first message has no generation prompt: all that comes before its content is prompt.
-        start = _agreement(before, lead) if index else len(lead)
-        if start is None or not whole.startswith(lead[:start]):
-            return None
-        end = self._turn_end(whole, index, start, before)
-        return (start, end) if end is not None and rest.endswith(whole[end:]) else None
-
-    def _turn_end(self, whole: str, index: int, start: int, before: str) -> int | None:
-        """Where the last end-of-turn text before the next message's content ends."""
-        if index == len(self.messages) - 1:
-            return len(whole)
-        following = self._marked(self.messages, index + 1)
-        if following is None or not whole.startswith(following[0]):
-            return None
-        for tail in self._tails(index, before):
-            found = whole.rfind(tail, start, len(following[0]))
-            if tail.strip() and found >= 0:
-                return found + len(tail)
-        return None
-
-    def _tails(self, index: int, before: str) -> Iterator[str]:
-        """Texts that may close an assistant's turn, likeliest first.
-
-        The very last turn may be closed in another way than one before it: by the end-of-sequence
-        token after all (Phi-3), or instead of the end-of-turn token (gpt-oss).
-        """
-        alone = [*self.messages[:index], {"role": "assistant", "content": ""}]
-        last = self._marked(alone, index)
-        if last is not None:
-            yield last[1]
-            if self.tokenizer.eos_token_id is not None:
-                yield last[1].removesuffix(self.tokenizer.decode([self.tokenizer.eos_token_id]))
-        more = self._marked(alone, index, generation=True)
-        earlier = self.render(self.messages[:index]) if index else before
-        opening = before.removeprefix(earlier)
-        if more is not None and before.startswith(earlier) and more[1].endswith(opening):
-            yield more[1].removesuffix(opening)
-
-    def _marked(
-        self, messages: list[Message], index: int, *, generation: bool = False
-    ) -> tuple[str, str] | None:
-        """What is rendered before and after one content; None if it shows not just once."""
-        message = messages[index] | {"content": MARKER}
-        marked = [*messages[:index], message, *messages[index + 1 :]]
-        parts = self.render(marked, generation=generation).split(MARKER)
-        return (parts[0], parts[1]) if len(parts) == 2 else None
-
-    def _refusal(self) -> UserError:
-        return UserError(
-            asked=f"supervise the assistant's turns at {self.place}",
-            found="a chat template that rewrites earlier turns when later ones follow",
-            change="give a template that only appends, or prompt/completion columns",
-        )
-
-
-def _agreement(before: str, lead: str) -> int | None:
-    """Characters of the generation prompt that a finished turn begins with, too.
-
-    One of them may say more (an empty reasoning, or an opened one), and the prompt may end in white
-    space that the turn does not have; a different header is not one that the turn can be told by.
-    """
-    if before.startswith(lead):
-        return len(lead)
-    for opening in (before, before.rstrip()):
-        if lead.startswith(opening):
-            return len(opening)
-    return None
 
 
 def _tokens_in_spans(

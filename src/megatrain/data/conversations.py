@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from megatrain.data.chat import Message
 from megatrain.data.files import Record
+from megatrain.data.turns import Message
 from megatrain.errors import UserError
 
 SHAREGPT_ROLES = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatrain.data.chat import Message, chat_row, check_messages
+from megatrain.data.chat import chat_row, check_messages
 from megatrain.data.conversations import (
     ALPACA_COLUMNS,
     alpaca_messages,
@@ -22,6 +22,7 @@ from megatrain.data.files import Record
 from megatrain.data.rows import Row
 from megatrain.data.supervision import document_rows, prompt_completion_row, text_row
 from megatrain.data.tokenizer import Tokenizer
+from megatrain.data.turns import Message
 from megatrain.errors import UserError
 
 FORMATS = ("text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens")

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatrain.data.chat import Message, generation_prompt
+from megatrain.data.chat import generation_prompt
 from megatrain.data.files import Record, find_files, read_records
 from megatrain.data.supervision import token_ids
 from megatrain.data.tokenizer import Tokenizer
+from megatrain.data.turns import Message
 from megatrain.errors import UserError
 
 
