@@ -11,8 +11,6 @@ finite is caught in the gradients, before an update.
 import torch
 from torch import Tensor
 
-HALF = 0x8000
-
 
 def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
     """(bf16 weight, int16 residual) of fp32 masters of any shape, on any device."""

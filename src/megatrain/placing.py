@@ -9,9 +9,11 @@ from megatrain.engine.compute import Programs
 from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
+from megatrain.memory.store import STATE
 from megatrain.models import BlockModel
 from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, memory_need
 from megatrain.planner.fit import available_host_bytes
+from megatrain.schedule import Footprint
 from megatrain.units import format_bytes
 
 WAITING_GRADIENT_SLOTS = 6
@@ -108,18 +110,12 @@ def plan_run(
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
-    options = _with_room_for_waiting(model, options, budgets)
+    options = with_room_for_waiting(model, options, budgets)
     footprint = measure_footprint(
         model, options, shape=(rows, length), device=device, loss=loss, programs=programs
     )
-    plan = step_plan(model, options)
-    rule = PlacementRule(
-        layouts=[block.layout for block in model.blocks],
-        plan=replace(plan, num_micro=num_micro),
-        gradient_dtype=check_options(model, options),
-        footprint=footprint,
-        budget=int(limit * (1 - FRAGMENTED)),
-        host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
+    rule = placement_rule(
+        model, options, footprint, num_micro=num_micro, device_limit=limit, budgets=budgets
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
     options = replace(options, saved=placement.saved, spill=placement.spill)
@@ -128,7 +124,41 @@ def plan_run(
     return RunPlan(options=options, programs=programs, need=need, placement=placement)
 
 
-def _with_room_for_waiting(
+def placement_rule(
+    model: BlockModel,
+    options: EngineOptions,
+    footprint: Footprint,
+    *,
+    num_micro: int,
+    device_limit: int,
+    budgets: Budgets,
+) -> PlacementRule:
+    """The rule of a run.
+
+    Args:
+        model: the blocks.
+        options: of the engine, with room for waiting gradients.
+        footprint: measured or estimated.
+        num_micro: the most micro-batches of a step.
+        device_limit: bytes for tensors on the device.
+        budgets: of the process.
+    """
+    return PlacementRule(
+        layouts=[block.layout for block in model.blocks],
+        plan=replace(step_plan(model, options), num_micro=num_micro),
+        gradient_dtype=check_options(model, options),
+        footprint=footprint,
+        budget=int(device_limit * (1 - FRAGMENTED)),
+        host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
+    )
+
+
+def default_checkpoint_memory(model: BlockModel) -> int:
+    """Bytes for checkpoints on their way: the state of two blocks."""
+    return 2 * max(sum(b.layout.nbytes(purpose) for purpose in STATE) for b in model.blocks)
+
+
+def with_room_for_waiting(
     model: BlockModel, options: EngineOptions, budgets: Budgets
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""

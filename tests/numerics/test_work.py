@@ -10,8 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatrain.engine.compiled import Compiler, Run
 from megatrain.models import build_on_meta, split_model
+from megatrain.models.active import share_of_experts
 from megatrain.models.passes import as_leaves, forward_with_graph
-from megatrain.models.work import active_share, count_layers
+from megatrain.models.work import count_layers
 
 from .harness import make_config, reference_model
 
@@ -44,7 +45,7 @@ def test_experts_count_as_often_as_tokens_use_them() -> None:
     router = hidden * config.num_local_experts
     assert work.traced
     assert work.product_flops == 2 * LENGTH * (attention + experts + router)
-    assert active_share(model) == config.num_experts_per_tok / config.num_local_experts
+    assert share_of_experts(model) == config.num_experts_per_tok / config.num_local_experts
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])

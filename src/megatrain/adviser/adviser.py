@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatrain.engine import EngineOptions, check_options, step_plan
+from megatrain.engine import EngineOptions
 from megatrain.engine.device import DEVICE_RESERVE
 from megatrain.engine.options import largest_shape
 from megatrain.engine.rates import host_update_rate
@@ -12,20 +12,18 @@ from megatrain.hardware import GPUS, Gpu
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.hub import find_model
 from megatrain.models.work import LayerWork, count_layers
-from megatrain.placing import FRAGMENTED, WAITING_GRADIENT_SLOTS
-from megatrain.planner import PlacementRule, available_host_bytes
+from megatrain.placing import (
+    Budgets,
+    default_checkpoint_memory,
+    placement_rule,
+    with_room_for_waiting,
+)
+from megatrain.planner import PlacementRule
 from megatrain.planner.answer import Answer, HostTooSmallError, answer
+from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, rates_of
-from megatrain.schedule import Lane
 from megatrain.units import format_bytes
 
-UPDATE_BYTES = 26
-LANES = {
-    Lane.COMPUTE: "the GPU's computation",
-    Lane.HOST: "the host's updates",
-    Lane.H2D: "the bus to the GPU",
-    Lane.D2H: "the bus from the GPU",
-}
 BETTER = 1.05
 """A change is worth telling from here on."""
 SHORTEST_ROW = 256
@@ -74,9 +72,8 @@ class Adviser:
 
     def model_flops(self, question: Question) -> float:
         """Of a step, forward and backward."""
-        config = self.model.config
         layers = sum(w.product_flops + w.attention_flops for w in self.works(question.length))
-        head = 2 * config.hidden_size * config.vocab_size * question.tokens
+        head = 2 * self.model.hidden_size * self.model.vocab_size * question.tokens
         return 3 * (question.rows * layers + head)
 
     def rule(self, question: Question) -> PlacementRule:
@@ -86,28 +83,32 @@ class Adviser:
             max_grad_norm=question.max_grad_norm,
             compile_backend="inductor",
             length_multiple=question.length,
-            waiting_gradient_slots=WAITING_GRADIENT_SLOTS,
         )
+        budgets = Budgets(
+            host=question.host_memory, checkpoint=default_checkpoint_memory(self.model)
+        )
+        options = with_room_for_waiting(self.model, options, budgets)
         rows, length, num_micro = largest_shape(
             self.model, options, num_rows=question.rows, longest=question.length
         )
         rates = rates_of(question.gpu, update_params_per_s=question.update_params_per_s)
         memory = min(question.gpu.memory_bytes, question.gpu_memory or UNLIMITED)
-        return PlacementRule(
-            layouts=[block.layout for block in self.model.blocks],
-            plan=replace(step_plan(self.model, options), num_micro=num_micro),
-            gradient_dtype=check_options(self.model, options),
-            footprint=estimate_footprint(
-                self.works(question.length),
-                gpu=question.gpu,
-                rates=rates,
-                shape=(rows, length),
-                hidden_size=self.model.config.hidden_size,
-                vocab_size=self.model.config.vocab_size,
-                chunk_tokens=options.chunk_tokens,
-            ),
-            budget=int((memory - DEVICE_RESERVE) * (1 - FRAGMENTED)),
-            host_budget=question.host_memory or available_host_bytes(),
+        footprint = estimate_footprint(
+            self.works(question.length),
+            gpu=question.gpu,
+            rates=rates,
+            shape=(rows, length),
+            hidden_size=self.model.hidden_size,
+            vocab_size=self.model.vocab_size,
+            chunk_tokens=options.chunk_tokens,
+        )
+        return placement_rule(
+            self.model,
+            options,
+            footprint,
+            num_micro=num_micro,
+            device_limit=memory - DEVICE_RESERVE,
+            budgets=budgets,
         )
 
     def ask(self, question: Question) -> Answer:
@@ -117,7 +118,10 @@ class Adviser:
             UserError: if it does not fit.
         """
         return answer(
-            self.rule(question), tokens=question.tokens, model_flops=self.model_flops(question)
+            self.rule(question),
+            tokens=question.tokens,
+            model_flops=self.model_flops(question),
+            checkpoint_memory=default_checkpoint_memory(self.model),
         )
 
     def try_ask(self, question: Question) -> Answer | None:

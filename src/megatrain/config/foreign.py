@@ -156,7 +156,12 @@ _refused("local_rank", "there is one process", -1, 0)
 _refused("fp16 fp16_full_eval", "float16 is not a compute dtype here: use dtype: bfloat16")
 _refused("tf32", "fp32 computes in fp32: use dtype: bfloat16 for speed")
 _refused("optim_args optim_target_modules", "the optimizer is AdamW, set by the adam_ keys")
-_refused("label_smoothing_factor", "not there yet; the Python API takes any loss", 0, 0.0)
+_refused(
+    "label_smoothing_factor",
+    "the loss is cross-entropy; Trainer(config, loss=...) takes any other",
+    0,
+    0.0,
+)
 _refused("neftune_noise_alpha", "not supported")
 _refused("torch_compile_backend torch_compile_mode", "inductor in its default mode is what is used")
 _refused("liger_kernel_config", "liger-kernel is not used")
@@ -202,7 +207,8 @@ _refused("datasets", "use train_files, dataset or dataset_name")
 _refused("do_predict", "use megatrain eval afterwards")
 _refused(
     "padding_free pad_to_multiple_of",
-    "rows are padded to the longest of their micro-batch; packing: true leaves little to pad",
+    "rows are padded to the longest of their micro-batch, compiled ones to a quarter of the longest"
+    " row; packing: true leaves little to pad",
 )
 _refused("model_init_kwargs", "use the flat keys of this config, or config_overrides", {})
 _refused("dataset_kwargs", "use the flat keys of this config", {})
@@ -217,6 +223,11 @@ _refused("freeze_trainable_layers", "use trainable: ['layers[-N:]']")
 _refused("freeze_trainable_modules freeze_extra_modules", "use trainable, patterns", "all")
 _refused("unfrozen_parameters", "use trainable: globs over parameter names", [])
 _refused("eos_token", "the tokenizer's own end-of-sequence token is used")
-_refused("activation_offloading", "activations stay on the device so far")
+_met(
+    "activation_offloading",
+    "inputs of layers wait on the host where GPU memory is short, and only there",
+    True,
+    False,
+)
 _refused("load_in_8bit load_in_4bit quantization_bit", "training is at full precision")
 _refused("use_peft adapter lora_rank lora_r lora_alpha lora_target", "all parameters are trained")

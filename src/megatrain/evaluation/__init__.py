@@ -1,4 +1,4 @@
-"""How good a model is on held-out rows."""
+"""What a model that is only read can tell: loss on rows, scores on tasks, text."""
 
 from megatrain.evaluation.perplexity import (
     MICRO_BATCHES_A_PASS,

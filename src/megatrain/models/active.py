@@ -39,6 +39,29 @@ def active_params(model: BlockModel) -> int | None:
 
     None if the model has experts and its config does not say how many a token is sent to.
     """
+    dense, of_experts, counts = _counted(model)
+    if not of_experts:
+        return dense
+    chosen = _chosen_experts(model)
+    if chosen is None:
+        return None
+    return dense + sum(
+        numel * min(chosen, counts[group]) // counts[group] for group, numel in of_experts.items()
+    )
+
+
+def share_of_experts(model: BlockModel) -> float | None:
+    """Share of a layer's experts that a token is sent to; None if that is not known."""
+    _, _, counts = _counted(model)
+    chosen = _chosen_experts(model)
+    if chosen is None or not counts:
+        return None
+    most = max(counts.values())
+    return min(chosen, most) / most
+
+
+def _counted(model: BlockModel) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Parameters outside of experts; those of each group of experts, and their number."""
     dense, of_experts = 0, defaultdict[str, int](int)
     counts = defaultdict[str, int](int)
     for block in model.blocks:
@@ -51,13 +74,11 @@ def active_params(model: BlockModel) -> int | None:
             of_experts[group] += param.numel
             fused = param.shape[0] if number is None else int(number) + 1
             counts[group] = max(counts[group], fused)
-    if not of_experts:
-        return dense
+    return dense, of_experts, counts
+
+
+def _chosen_experts(model: BlockModel) -> int | None:
+    """How many a token is sent to."""
     config = text_config(model.config)
     named = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
-    chosen = next((value for value in named if isinstance(value, int)), None)
-    if chosen is None:
-        return None
-    return dense + sum(
-        numel * min(chosen, counts[group]) // counts[group] for group, numel in of_experts.items()
-    )
+    return next((value for value in named if isinstance(value, int)), None)

@@ -100,6 +100,11 @@ class BlockModel:
         return size
 
     @property
+    def hidden_size(self) -> int:
+        """D."""
+        return int(text_config(self.config).hidden_size)
+
+    @property
     def max_positions(self) -> int | None:
         """Tokens of a row that the model was made for, if its config says."""
         positions: int | None = getattr(text_config(self.config), "max_position_embeddings", None)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from megatrain.models.active import EXPERT, share_of_experts
 from megatrain.models.blocks import BlockModel
 from megatrain.models.probe import stand_in_params
 from megatrain.models.recorder import LayerCall
@@ -66,17 +67,6 @@ def count_layers(model: BlockModel, length: int) -> list[LayerWork]:
     return works
 
 
-def active_share(model: BlockModel) -> float:
-    """Share of the experts that a token goes through; 1 if there are none."""
-    config = model.config
-    for total in ("num_local_experts", "num_experts", "n_routed_experts"):
-        experts = getattr(config, total, None)
-        used = getattr(config, "num_experts_per_tok", None)
-        if experts and used:
-            return float(used / experts)
-    return 1.0
-
-
 def _count(
     model: BlockModel,
     index: int,
@@ -111,10 +101,10 @@ def _count(
 
 def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
     """Two FLOPs for each parameter that a token uses; every product's result kept."""
-    share, tokens = active_share(model), x_BTD.shape[0] * x_BTD.shape[1]
+    share, tokens = share_of_experts(model) or 1.0, x_BTD.shape[0] * x_BTD.shape[1]
     used = kept = 0.0
     for name, param in model.container[index].named_parameters():
-        part = share if "expert" in name and "shared" not in name else 1.0
+        part = share if EXPERT.fullmatch(name) else 1.0
         if param.dim() > 1:
             used += part * param.numel()
             kept += part * param.numel() / min(param.shape[-2:])

@@ -1,7 +1,7 @@
 """Does it fit, and how fast will it be: a placement, its bytes by tier, its simulated step."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import UserError
@@ -61,13 +61,16 @@ class Answer:
         }
 
 
-def answer(rule: PlacementRule, *, tokens: int, model_flops: float) -> Answer:
+def answer(
+    rule: PlacementRule, *, tokens: int, model_flops: float, checkpoint_memory: int
+) -> Answer:
     """Place, and simulate a step.
 
     Args:
         rule: layouts, plan, costs and budgets.
         tokens: of a step.
         model_flops: of a step.
+        checkpoint_memory: bytes of the host that the rule's budget leaves out.
 
     Raises:
         UserError: if it does not fit the device or the host.
@@ -75,10 +78,12 @@ def answer(rule: PlacementRule, *, tokens: int, model_flops: float) -> Answer:
     placement = rule.place()
     need = memory_need(rule.layouts, rule.laid_out(placement), gradient_dtype=rule.gradient_dtype)
     if need.host_total > rule.host_budget:
-        raise HostTooSmallError(need.host_total, rule.host_budget)
+        raise HostTooSmallError(
+            need.host_total + checkpoint_memory, rule.host_budget + checkpoint_memory
+        )
     return Answer(
         placement=placement,
-        need=need,
+        need=replace(need, host=need.host | {"checkpoint": checkpoint_memory}),
         lanes_busy=occupancy(rule.spans(placement)),
         checkpoint_bytes=state_bytes(rule.layouts),
         tokens=tokens,

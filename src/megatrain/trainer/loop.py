@@ -11,7 +11,7 @@ from megatrain.engine import Engine, StepResult
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.meter import clock_report
 from megatrain.errors import UserError
-from megatrain.evaluation import EvalResult, evaluate_rows
+from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows
 from megatrain.monitor import StallWatch, Watchdog
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
@@ -147,7 +147,7 @@ class Loop:
             return
         self.engine.flush()  # the update is training's time, not the evaluation's
         began = time.perf_counter()
-        size = config.per_device_eval_batch_size
+        size = config.per_device_eval_batch_size * MICRO_BATCHES_A_PASS
         self.result = evaluate_rows(self.engine, self.run.data.eval_rows, size)
         self.report.evaluation(self.result, time.perf_counter() - began)
         if not progress.step:

@@ -40,13 +40,12 @@ from megatrain.data import (
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import EngineOptions, choose_device
 from megatrain.engine.options import AdamWOptions
-from megatrain.memory.store import STATE
 from megatrain.models import BlockModel
 from megatrain.models.hub import ModelFiles, find_model
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.optim import learning_rate_schedule
-from megatrain.placing import Budgets, check_options_and_memory
+from megatrain.placing import Budgets, check_options_and_memory, default_checkpoint_memory
 from megatrain.preflight import find_gguf
 from megatrain.units import parse_bytes
 
@@ -227,8 +226,7 @@ def _checked_memory(
     sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory)
     gpu, host, checkpoint = (None if size is None else parse_bytes(size) for size in sizes)
     if checkpoint is None:
-        of_blocks = (sum(b.layout.nbytes(purpose) for purpose in STATE) for b in model.blocks)
-        checkpoint = max(2 * max(of_blocks), LEAST_CHECKPOINT_MEMORY)
+        checkpoint = max(default_checkpoint_memory(model), LEAST_CHECKPOINT_MEMORY)
     budgets = Budgets(gpu=gpu, host=host, checkpoint=checkpoint if writes else 0)
     check_options_and_memory(model, options, device=device, budgets=budgets)
     return budgets

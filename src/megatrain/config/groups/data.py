@@ -48,7 +48,7 @@ class DataKeys(Keys):
         " as it has, or when the last has, the others then more than once.",
     )
     eval_split: float = Field(
-        0.0, ge=0, description="Rows of train_files to hold out: a count, or a share below 1."
+        0.0, ge=0, description="Rows of the training data to hold out: a count, or a share below 1."
     )
     dataset_format: Literal[
         "auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens"

@@ -16,7 +16,12 @@ class StepKeys(Keys):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="A step has this many times per_device_train_batch_size rows."
     )
-    per_device_eval_batch_size: int = Field(8, ge=1, description="Rows of an evaluation batch.")
+    per_device_eval_batch_size: int = Field(
+        8,
+        ge=1,
+        description="Rows of an evaluation batch; eight batches go through each block together, in"
+        " micro-batches of at most per_device_train_batch_size.",
+    )
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Padded tokens of one micro-batch; the step's rows stay the same."
     )
