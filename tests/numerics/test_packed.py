@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, Phi3Config
 
 from megatrain.data import Row
 from megatrain.data.packing import best_fit, joined
@@ -16,6 +16,7 @@ from megatrain.engine import Engine, EngineOptions, cross_entropy
 from megatrain.engine.compute import Programs
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.microbatch import NO_LABEL, make_micro_batch
+from megatrain.engine.options import padding_of
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.models import build_on_meta, split_model
@@ -271,3 +272,30 @@ def test_packed_rows_need_a_model_that_was_proved_and_weights_that_make_sense() 
     rows[0].weights[:] = 1.0
     with pytest.raises(UserError, match="a weight on the first token of a sample"):
         engine.step(rows, learning_rate=1e-3)
+
+
+def test_longrope_rows_and_padding_end_where_its_angles_change() -> None:
+    """transformers takes other angles for a whole batch if one row in it is longer."""
+    factors = [1.0 + 0.1 * index for index in range(4)]
+    config = Phi3Config(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        pad_token_id=0,
+        max_position_embeddings=48,
+        original_max_position_embeddings=12,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 4,
+            "long_factor": factors,
+            "original_max_position_embeddings": 12,
+        },
+    )
+    model = split_model(build_on_meta(config, compute_dtype="float32"), compute_dtype="float32")
+    assert model.learned_positions == 12
+    options = EngineOptions(compile_backend="aot_eager", length_multiple=16)
+    assert padding_of(model, options).length(9) == 12

@@ -211,7 +211,8 @@ def check_positions(longest: int, place: str, max_positions: int | None) -> None
     if max_positions is not None and longest > max_positions:
         raise UserError(
             asked=f"the {longest} tokens of {place} as one row",
-            found=f"a model that has {max_positions} positions (max_position_embeddings)",
+            found=f"a model that has {max_positions} positions (max_position_embeddings; with"
+            " longrope its original length, behind which the angles of all rows change)",
             change=f"set max_length to {max_positions} or less",
         )
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.layout import BlockLayout
-from megatrain.models.build import COMPUTE_DTYPES, text_config
+from megatrain.models.build import COMPUTE_DTYPES, rope_types, text_config
 from megatrain.models.carried import (
     CarriedContainer,
     CarriedTensor,
@@ -112,9 +112,23 @@ class BlockModel:
 
     @property
     def learned_positions(self) -> int | None:
-        """Tokens of a row behind which there is no position; None where they are computed."""
+        """Tokens of a row behind which there is no position; None where they are computed.
+
+        With longrope, those up to which a position means the same whatever the micro-batch is: a
+        longer row, or padding, would change the angles of every row beside it.
+        """
+        if "longrope" in rope_types(text_config(self.config)):
+            return self._longrope_positions
         rotary = getattr(text_config(self.config), "rope_parameters", None)
         return None if rotary else self.max_positions
+
+    @property
+    def _longrope_positions(self) -> int | None:
+        config = text_config(self.config)
+        original: int | None = config.rope_parameters.get("original_max_position_embeddings")
+        if original is None:
+            original = getattr(config, "original_max_position_embeddings", None)
+        return original or self.max_positions
 
     @property
     def num_layers(self) -> int:

@@ -70,7 +70,7 @@ def read_config(
             if gguf_file is None
             else CONVERT,
         ) from error
-    if "dynamic" in _rope_types(config):
+    if "dynamic" in rope_types(config):
         raise UserError(
             asked=asked,
             found="dynamic RoPE scaling, whose frequencies depend on the rows before",
@@ -137,7 +137,7 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     return model.train()
 
 
-def _rope_types(config: Any) -> set[str]:
+def rope_types(config: Any) -> set[str]:
     """Kinds of RoPE scaling; some models have one for each type of layer."""
     found = getattr(config, "rope_parameters", None) or {}
     each = [found, *(value for value in found.values() if isinstance(value, dict))]
