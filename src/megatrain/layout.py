@@ -16,6 +16,9 @@ from enum import StrEnum
 
 ALIGN_ELEMENTS = 128  # 256 bytes of bf16: the alignment that GPU copies and kernels like
 
+DISK_ALIGN_BYTES = 4096
+"""What direct I/O wants of offsets, lengths and memory."""
+
 ITEM_BYTES = {"bfloat16": 2, "float32": 4, "int16": 2}
 
 
@@ -34,6 +37,10 @@ class Purpose(StrEnum):
     """Gradient of one optimizer step as it waits for its update; trainable segments."""
     ACCUMULATOR = "accumulator"
     """fp32 sum of the micro-batches' gradients on the compute device; trainable segments."""
+
+
+STATE = (Purpose.WEIGHT, Purpose.RESIDUAL, Purpose.EXP_AVG, Purpose.EXP_AVG_SQ)
+"""What persists from step to step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,24 @@ class Region:
     dtype: str
     byte_offset: int
     numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One purpose's share of a block on the disk."""
+
+    offset: int
+    nbytes: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes that are read or written: whole pages."""
+        return -(-self.nbytes // DISK_ALIGN_BYTES) * DISK_ALIGN_BYTES
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.offset + self.moved
 
 
 def _align(elements: int) -> int:
@@ -149,6 +174,24 @@ class BlockLayout:
     def nbytes(self, purpose: Purpose, gradient_dtype: str = "float32") -> int:
         """Bytes of the block's flat buffer for `purpose`, padding included."""
         return sum(r.numel * ITEM_BYTES[r.dtype] for r in self.regions(purpose, gradient_dtype))
+
+    def on_disk(self, gradient_dtype: str | None) -> dict[Purpose, Part]:
+        """Where each purpose is in the block's piece of a file, or of memory that it is read into.
+
+        Args:
+            gradient_dtype: of a gradient that waits behind the state; None if none does.
+        """
+        parts, offset = {}, 0
+        for purpose in STATE if gradient_dtype is None else (*STATE, Purpose.GRADIENT):
+            parts[purpose] = Part(
+                offset=offset, nbytes=self.nbytes(purpose, gradient_dtype or "float32")
+            )
+            offset = parts[purpose].end
+        return parts
+
+    def nbytes_on_disk(self, gradient_dtype: str | None) -> int:
+        """Bytes of that piece."""
+        return max(part.end for part in self.on_disk(gradient_dtype).values())
 
     @property
     def params(self) -> tuple[PlacedParam, ...]:

@@ -20,7 +20,7 @@ from megatrain.engine import Engine, EngineOptions, StepResult
 from megatrain.engine.microbatch import make_micro_batch, split_rows
 from megatrain.engine.options import AdamWOptions
 from megatrain.layout import Purpose
-from megatrain.memory import BlockStore, segment_views
+from megatrain.memory import BlockStore, DiskTier, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.selection import Selection
@@ -99,6 +99,7 @@ def make_engine(
     trainable: Sequence[str] = (),
     frozen: Sequence[str] = (),
     resident: frozenset[int] = frozenset(),
+    disk: DiskTier | None = None,
     options: EngineOptions | None = None,
     **extra: Any,
 ) -> Engine:
@@ -109,7 +110,7 @@ def make_engine(
         selection=Selection(trainable=trainable, frozen=frozen),
     )
     layouts = [block.layout for block in model.blocks]
-    store = BlockStore(layouts, device=torch.device(device), resident=resident)
+    store = BlockStore(layouts, device=torch.device(device), resident=resident, disk=disk)
     for block in model.blocks:
         names = [param.name for param in block.layout.params]
         store.write(block.index, {name: masters[name] for name in names})

@@ -1,5 +1,6 @@
 """The list of operations: contents proved, waits derived, a dropped wait caught."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.schedule import (
+    MOVED,
     Op,
     OpKind,
     ScheduleError,
@@ -18,6 +20,7 @@ from megatrain.schedule import (
     build_step,
     derive_waits,
     initial_contents,
+    simulate,
     verify_contents,
     verify_waits,
     with_poison,
@@ -34,6 +37,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
     lowest = max(trainable.index(True), 1)
     kept = st.sampled_from(["recomputed", "saved", "spilled"])
     how = {layer: draw(kept) for layer in range(lowest, num_layers + 1)}
+    homes = draw(
+        st.lists(st.sampled_from(["host", "device", "disk"]), min_size=blocks, max_size=blocks)
+    )
     spilled = frozenset(layer for layer, choice in how.items() if choice == "spilled")
     spill = Spill(blocks=spilled, input_bytes=1, num_micro=num_micro, slots=draw(st.integers(1, 3)))
     return StepPlan(
@@ -45,7 +51,9 @@ def plans(draw: st.DrawFn) -> StepPlan:
         clip=clip,
         pending=clip and draw(st.booleans()),
         tied=draw(st.booleans()),
-        resident=frozenset(draw(st.sets(st.integers(0, blocks - 1)))),
+        resident=frozenset(block for block, home in enumerate(homes) if home == "device"),
+        on_disk=frozenset(block for block, home in enumerate(homes) if home == "disk"),
+        disk_slots=draw(st.integers(1, 4)),
         layer_weight_slots=draw(st.integers(1, 3)),
         layer_gradient_slots=draw(st.integers(1, 3)),
         waiting_gradient_slots=draw(st.integers(1, 4)),
@@ -55,9 +63,13 @@ def plans(draw: st.DrawFn) -> StepPlan:
 @settings(max_examples=200, deadline=None)
 @given(plans())
 def test_every_step_finds_what_it_expects_and_is_ordered(plan: StepPlan) -> None:
-    for ops in (build_step(plan), with_poison(build_step(plan))):
-        verify_contents(ops, initial_contents(plan))
-        verify_waits(ops, derive_waits(ops))
+    idle = replace(plan, pending=False)
+    lists = [(build_step(plan), plan), (build_evaluation(idle), idle)]
+    lists += [(build_flush(plan), plan)] if plan.pending else []
+    for built, of in lists:
+        for ops in (built, with_poison(built)):
+            verify_contents(ops, initial_contents(of))
+            verify_waits(ops, derive_waits(ops))
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,3 +160,37 @@ def test_evaluation_touches_no_gradient() -> None:
     verify_waits(ops, derive_waits(ops))
     touched = {slot.space for op in ops for slot in [*op.reads, *op.writes]}
     assert not touched & {Space.ACCUMULATOR, Space.STREAM, Space.HOME_GRADIENT}
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_block_on_the_disk_is_read_and_written_no_more_than_it_must(clip: bool) -> None:
+    layers = frozenset(range(1, 7))
+    plan = StepPlan(
+        num_layers=6, num_micro=2, trainable=(True,) * 8, clip=clip, pending=clip, on_disk=layers
+    )
+    kinds = Counter(op.kind for op in build_step(plan))
+    assert kinds[OpKind.READ_STATE] == kinds[OpKind.WRITE_STATE] == 6
+    # With clipping the state comes before the forward and weights again for the backward, but for
+    # two that are on the device and one in the ring.  Without, weights first and the state after.
+    assert kinds[OpKind.READ_WEIGHTS] == (3 if clip else 6)
+    assert kinds[OpKind.WRITE_GRADIENT] == (6 if clip else 0)
+    assert not {op.block for op in build_step(plan) if op.kind in MOVED} - layers
+
+
+def test_reads_run_ahead_and_writes_follow_as_far_as_there_are_slots() -> None:
+    seconds = {OpKind.READ_STATE: 2.0, OpKind.WRITE_STATE: 2.0, OpKind.UPDATE: 1.0}
+    plan = StepPlan(
+        num_layers=20,
+        num_micro=1,
+        trainable=(True,) * 22,
+        clip=True,
+        pending=True,
+        on_disk=frozenset(range(1, 21)),
+    )
+
+    def flushed(slots: int) -> float:
+        ops = build_flush(replace(plan, disk_slots=slots))
+        return max(span.end_s for span in simulate(ops, lambda op: seconds[op.kind]))
+
+    assert flushed(1) == 20 * (2 + 1 + 2)
+    assert flushed(3) == 20 * 2 + 1 + 2  # the disk always reads

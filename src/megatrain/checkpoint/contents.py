@@ -15,7 +15,7 @@ from torch import Tensor
 from megatrain.checkpoint.tensors import FilePlan, Shards, TensorSpec, bytes_of, index_of
 from megatrain.layout import Purpose, Segment
 from megatrain.memory import BlockStore
-from megatrain.memory.store import DTYPES, param_views
+from megatrain.memory.store import DTYPES
 from megatrain.models import BlockModel
 from megatrain.models.weights import (
     Conversions,
@@ -181,7 +181,6 @@ def _state_plan(model: BlockModel, block: int) -> FilePlan:
 
 
 def _state_tensors(store: BlockStore, block: int) -> Iterable[tuple[str, Tensor]]:
-    layout = store.layouts[block]
     for purpose in STATE_PURPOSES:
-        for name, tensor in param_views(layout, store.segments(block, purpose)).items():
+        for name, tensor in store.tensors(block, purpose).items():
             yield state_name(purpose, name), tensor

@@ -10,7 +10,6 @@ from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.masters import join_master
 from megatrain.memory import BlockStore
-from megatrain.memory.store import param_views
 from megatrain.models import BlockModel
 from megatrain.models.weights import LoadReport, load_block_weights
 
@@ -25,25 +24,28 @@ def restore_state(store: BlockStore, folder: Path) -> None:
     Raises:
         UserError: if it belongs to a model with other parameters, or to another selection.
     """
-    for block, layout in enumerate(store.layouts):
-        targets = {
-            state_name(purpose, name): view
-            for purpose in STATE_PURPOSES
-            for name, view in param_views(layout, store.segments(block, purpose)).items()
-        }
+    for block in range(len(store.layouts)):
         path = folder / state_file(block)
-        if not targets and not path.exists():
-            continue
-        if not path.exists():
-            raise _another(folder, f"no {state_file(block)}")
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if names != set(targets):
-                raise _another(folder, f"other tensors in {state_file(block)}")
-            for name, target in targets.items():
-                if tuple(file.get_slice(name).get_shape()) != tuple(target.shape):
-                    raise _another(folder, f"another shape of {name}")
-                target.copy_(file.get_tensor(name))
+        with store.changing(block, STATE_PURPOSES) as state:
+            targets = {
+                state_name(purpose, name): tensor
+                for purpose, tensors in state.items()
+                for name, tensor in tensors.items()
+            }
+            if targets or path.exists():
+                _restore_block(targets, path, folder)
+
+
+def _restore_block(targets: dict[str, Tensor], path: Path, folder: Path) -> None:
+    if not path.exists():
+        raise _another(folder, f"no {path.name}")
+    with safe_open(path, framework="pt") as file:
+        if set(file.keys()) != set(targets):
+            raise _another(folder, f"other tensors in {path.name}")
+        for name, target in targets.items():
+            if tuple(file.get_slice(name).get_shape()) != tuple(target.shape):
+                raise _another(folder, f"another shape of {name}")
+            target.copy_(file.get_tensor(name))
 
 
 def _another(folder: Path, found: str) -> UserError:

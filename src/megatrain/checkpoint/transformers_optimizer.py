@@ -60,15 +60,16 @@ def restore_optimizer(store: BlockStore, model: BlockModel, folder: Path) -> Non
     state = dict(zip(names, (saved["state"].get(index, {}) for index in indices), strict=True))
     for block in range(len(store.layouts)):
         steps = set()
-        for purpose in MOMENTS:
-            for name, target in store.moments(block, purpose).items():
-                of_param: dict[str, Any] = state[name]
-                tensor = of_param.get(purpose.value)
-                if tensor is None or tensor.shape != target.shape:
-                    found = f"no {purpose.value} of the shape of {name}"
-                    raise _unfit(folder, found)
-                target.copy_(tensor)
-                steps.add(int(of_param["step"]))
+        with store.changing(block, MOMENTS) as moments:
+            for purpose, targets in moments.items():
+                for name, target in targets.items():
+                    of_param: dict[str, Any] = state[name]
+                    tensor = of_param.get(purpose.value)
+                    if tensor is None or tensor.shape != target.shape:
+                        found = f"no {purpose.value} of the shape of {name}"
+                        raise _unfit(folder, found)
+                    target.copy_(tensor)
+                    steps.add(int(of_param["step"]))
         if len(steps) > 1:
             raise _unfit(folder, f"step counts {sorted(steps)} in one block")
         store.adam_steps[block] = max(steps, default=0)

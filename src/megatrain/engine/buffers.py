@@ -21,11 +21,12 @@ class StepBuffers:
         self.accumulators = [on_device(nbytes) for nbytes in sizes.accumulators]
         self.staging = [on_device(nbytes) for nbytes in sizes.staging]
         self.passing = [on_device(nbytes) for nbytes in sizes.passing]
-        on_host = [*sizes.home_gradients.values(), *sizes.host_inputs.values()]
+        on_host = [*sizes.home_gradients.values(), *sizes.host_inputs.values(), *sizes.loaded]
         self.slab = HostSlab(sum(map(HostSlab.rounded, on_host)), pin=device.type == "cuda")
         self.host_inputs = {
             place: self.slab.take(nbytes) for place, nbytes in sizes.host_inputs.items()
         }
+        self.loaded = [self.slab.take(nbytes) for nbytes in sizes.loaded]
         self.home_gradients = {
             slot: self.slab.take(nbytes) for slot, nbytes in sizes.home_gradients.items()
         } | {slot: on_device(nbytes) for slot, nbytes in sizes.resident_gradients.items()}

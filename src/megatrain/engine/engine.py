@@ -94,7 +94,8 @@ class Engine:
 
     Args:
         model: the blocks.
-        store: their state; `store.resident` names the blocks that live on the device.
+        store: their state; `store.resident` names the blocks that live on the device,
+            `store.on_disk` those on the disk.
         options: how to train.
         device: where blocks are computed.
         loss: see `megatrain.engine.loss.Loss`; cross-entropy by default.
@@ -119,13 +120,14 @@ class Engine:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
         gradient_dtype = check_options(model, options)
         self.model, self.store, self.options, self.device = model, store, options, device
-        self.plan = step_plan(model, options, resident=store.resident)
+        self.plan = step_plan(model, options, resident=store.resident, on_disk=store.on_disk)
         self.steps_done = 0
         self.skipped_steps = 0
         self.spans: list[Span] | None = None
         """Set to a list to have it filled with when each operation ran."""
         self.before_update: Callable[[int], None] | None = None
-        """Set to be asked before a block's state is overwritten; updates wait until it returns."""
+        """Set to be asked before a block's state is overwritten at home; whoever does so waits
+        until it returns."""
         self._said: set[str] = set()
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
@@ -298,8 +300,8 @@ class Engine:
     def take_notices(self) -> list[str]:
         """What a user should hear of compilation and of this machine, each once."""
         notices = (threading_notice(), huge_page_notice())
-        slabs = (self.store.slab.notice, self.buffers.slab.notice)
-        of_machine = {text for text in (*notices, *slabs) if text}
+        places = (self.store.slab.notice, self.buffers.slab.notice, self.store.disk_notice)
+        of_machine = {text for text in (*notices, *places) if text}
         new = sorted(of_machine - self._said)
         self._said |= of_machine
         return new + ([] if self.compiler is None else self.compiler.take_notices())

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from megatrain.schedule import Lane, Op, Span
+from megatrain.schedule import STREAM_LANES, Lane, Op, Span
 
 Handler = Callable[[Op], None]
 
@@ -53,7 +53,7 @@ class InlineLanes:
         spans: list[Span] | None = None,
     ) -> None:
         for op in ops:
-            if op.lane in (Lane.HOST, Lane.CONTROL):
+            if op.lane not in STREAM_LANES:
                 self._wait_for_device()
             start = time.perf_counter()
             handle(op)
@@ -174,7 +174,7 @@ class ThreadLanes:
     def __init__(self, device: torch.device) -> None:
         self.streams: dict[Lane, torch.cuda.Stream | None] = dict.fromkeys(Lane)
         if device.type == "cuda":
-            for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H):
+            for lane in STREAM_LANES:
                 self.streams[lane] = torch.cuda.Stream(device)
         self._threads = {lane: _LaneThread(lane) for lane in Lane}
         for thread in self._threads.values():

@@ -40,7 +40,10 @@ class EngineOptions:
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
     waiting_gradient_slots: int = 2
-    """Without clipping: layers whose gradients can wait on the host for their updates."""
+    """Without clipping: layers whose gradients can wait on the host for their updates.  With it:
+    those that can be on their way to the disk."""
+    disk_slots: int = 3
+    """Blocks of the disk whose state can be on the host at one time."""
     saved: frozenset[int] = frozenset()
     """Layers (by block number) that keep what backward needs instead of being recomputed."""
     spill: Spill | None = None
@@ -67,7 +70,11 @@ class EngineOptions:
 
 
 def step_plan(
-    model: BlockModel, options: EngineOptions, *, resident: frozenset[int] = frozenset()
+    model: BlockModel,
+    options: EngineOptions,
+    *,
+    resident: frozenset[int] = frozenset(),
+    on_disk: frozenset[int] = frozenset(),
 ) -> StepPlan:
     """What the schedule of a step depends on; the number of micro-batches is filled in per step."""
     streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
@@ -78,11 +85,13 @@ def step_plan(
         clip=options.max_grad_norm > 0,
         tied=bool(model.shared),
         resident=resident,
+        on_disk=on_disk,
         saved=options.saved,
         spill=options.spill,
         layer_weight_slots=options.layer_weight_slots,
         layer_gradient_slots=options.layer_gradient_slots,
         waiting_gradient_slots=options.waiting_gradient_slots,
+        disk_slots=options.disk_slots,
     )
 
 
@@ -99,6 +108,7 @@ def check_options(model: BlockModel, options: EngineOptions) -> str:
         "layer_weight_slots": options.layer_weight_slots,
         "layer_gradient_slots": options.layer_gradient_slots,
         "waiting_gradient_slots": options.waiting_gradient_slots,
+        "disk_slots": options.disk_slots,
         "host_threads": options.host_threads,
     }
     for name, value in positive.items():

@@ -11,10 +11,10 @@ from megatrain.engine.compute import BlockCompute
 from megatrain.engine.options import AdamWOptions
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
-from megatrain.layout import BlockLayout, Purpose
-from megatrain.memory import BlockStore, segment_views
+from megatrain.layout import STATE, BlockLayout, Purpose
+from megatrain.memory import BlockStore, DiskBlocks, segment_views
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
-from megatrain.schedule import Op, OpKind, Space
+from megatrain.schedule import MOVED, Op, OpKind, Space
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +61,48 @@ class Worker:
                     state.nonfinite_blocks.append(op.block)
             case OpKind.SPILL | OpKind.UNSPILL:
                 self._move_input(state, op)
+            case OpKind.READ_STATE | OpKind.READ_WEIGHTS:
+                self._read(op)
+            case OpKind.WRITE_STATE:
+                self._write_state(state, op)
+            case OpKind.WRITE_GRADIENT:
+                self._write_gradient(op)
             case OpKind.POISON:
                 self._poison(op)
 
     def _fetch(self, op: Op) -> None:
-        source = self.store.flat(op.block, Purpose.WEIGHT)
+        source = self._state(op)[Purpose.WEIGHT]
         target = self.buffers.weights[op.slot(Space.WEIGHTS)]
         target[: source.numel()].copy_(source, non_blocking=True)
+
+    def _state(self, op: Op) -> dict[Purpose, Tensor]:
+        """Byte buffers of a block's state where an operation finds it: at home, or read from the
+        disk; with clipping the gradient has come with it from there.
+        """
+        if op.block in self.store.on_disk:
+            memory = self.buffers.loaded[op.slot(Space.LOADED)]
+            return self.disk.parts(op.block, memory)
+        return {purpose: self.store.flat(op.block, purpose) for purpose in STATE}
+
+    @property
+    def disk(self) -> DiskBlocks:
+        """For blocks that live there."""
+        assert self.store.disk is not None
+        return self.store.disk
+
+    def _read(self, op: Op) -> None:
+        self.disk.read(op.block, self.buffers.loaded[op.slot(Space.LOADED)], MOVED[op.kind])
+
+    def _write_state(self, state: StepState, op: Op) -> None:
+        if not self._updates(state, op.block):
+            return
+        if state.before_update is not None:
+            state.before_update(op.block)
+        self.disk.write(op.block, self.buffers.loaded[op.slot(Space.LOADED)], MOVED[op.kind])
+
+    def _write_gradient(self, op: Op) -> None:
+        gradient = self.buffers.home_gradients[op.slot(Space.HOME_GRADIENT)]
+        self.disk.write_gradient(op.block, gradient)
 
     @torch.no_grad()
     def _finish(self, state: StepState, op: Op) -> None:
@@ -103,32 +138,28 @@ class Worker:
         source, target = (here, there) if op.kind is OpKind.SPILL else (there, here)
         target.copy_(source, non_blocking=True)
 
+    def _updates(self, state: StepState, block: int) -> bool:
+        """Without clipping what is not finite updates nothing."""
+        return self.clip or (state.loss_is_finite and block not in state.nonfinite_blocks)
+
     def _update(self, state: StepState, op: Op) -> None:
         assert state.update is not None
         block = op.block
-        if not self.clip and (not state.loss_is_finite or block in state.nonfinite_blocks):
+        if not self._updates(state, block):
             return
-        if state.before_update is not None:
+        if state.before_update is not None and block not in self.store.on_disk:
             state.before_update(block)
         self.store.adam_steps[block] += 1
         layout = self.views.layout(block)
-        gradients = segment_views(
-            layout,
-            Purpose.GRADIENT,
-            self.buffers.home_gradients[op.slot(Space.HOME_GRADIENT)],
-            self.gradient_dtype,
-        )
+        flat = self._state(op)
+        if Purpose.GRADIENT not in flat:
+            flat[Purpose.GRADIENT] = self.buffers.home_gradients[op.slot(Space.HOME_GRADIENT)]
         buffers = {
-            purpose: self.store.segments(block, purpose)
-            for purpose in (
-                Purpose.WEIGHT,
-                Purpose.RESIDUAL,
-                Purpose.EXP_AVG,
-                Purpose.EXP_AVG_SQ,
-            )
+            purpose: segment_views(layout, purpose, each, self.gradient_dtype)
+            for purpose, each in flat.items()
         }
         updater = self.device_updater if block in self.store.resident else self.host_updater
-        for index, gradient in gradients.items():
+        for index, gradient in buffers[Purpose.GRADIENT].items():
             updater(
                 SegmentBuffers(
                     weight=buffers[Purpose.WEIGHT][index],
@@ -159,6 +190,7 @@ class Worker:
                 Space.ACCUMULATOR: self.buffers.accumulators,
                 Space.STAGING: self.buffers.staging,
                 Space.PASSING: self.buffers.passing,
+                Space.LOADED: self.buffers.loaded,
             }[slot.space]
             pool[slot.index].fill_(0xFF)
 

@@ -1,6 +1,7 @@
-"""Where bytes live: slabs of host memory and the blocks' flat buffers in them."""
+"""Where bytes live: slabs of host memory, scratch space on a disk, the blocks' flat buffers."""
 
+from megatrain.memory.disk import DiskBlocks, DiskTier
 from megatrain.memory.slab import HostSlab
 from megatrain.memory.store import BlockStore, segment_views
 
-__all__ = ["BlockStore", "HostSlab", "segment_views"]
+__all__ = ["BlockStore", "DiskBlocks", "DiskTier", "HostSlab", "segment_views"]

@@ -1,23 +1,24 @@
 """The persistent state of every block: weights, residuals and moments in flat buffers.
 
-The host owns these bytes; a resident block's live on the device instead.  Masters are never
-stored a second time: a bf16 weight and its int16 residual *are* the fp32 master.
+The host owns these bytes; a resident block's live on the device instead, others on the disk.
+Masters are never stored a second time: a bf16 weight and its int16 residual *are* the fp32 master.
 
 Price per parameter: 12 bytes (2+2+4+4, or 4+4+4 in fp32), frozen ones 2 or 4.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from megatrain.layout import BlockLayout, Purpose
+from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.masters import join_master, split_master
+from megatrain.memory.disk import DiskBlocks, DiskTier
 from megatrain.memory.slab import HostSlab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
-STATE = (Purpose.WEIGHT, Purpose.RESIDUAL, Purpose.EXP_AVG, Purpose.EXP_AVG_SQ)
 
 
 def segment_views(
@@ -52,6 +53,10 @@ class BlockStore:
         layouts: one per block.
         device: the compute device; host buffers are page-locked when it is a GPU.
         resident: blocks whose state lives on the device.
+        disk: those whose state lives on the disk, and where; its room is reserved first.
+
+    Raises:
+        UserError: if the disk has no such room.
     """
 
     def __init__(
@@ -60,18 +65,25 @@ class BlockStore:
         *,
         device: torch.device,
         resident: frozenset[int] = frozenset(),
+        disk: DiskTier | None = None,
     ) -> None:
         self.layouts = tuple(layouts)
         self.resident = resident
-        on_host = [index for index in range(len(layouts)) if index not in resident]
+        self.on_disk = frozenset() if disk is None else disk.blocks
+        assert not self.on_disk & resident
+        self.disk = None if disk is None else DiskBlocks(layouts, disk)
+        elsewhere = resident | self.on_disk
+        on_host = [index for index in range(len(layouts)) if index not in elsewhere]
         nbytes = sum(
             HostSlab.rounded(layouts[index].nbytes(purpose))
             for index in on_host
             for purpose in STATE
         )
         self.slab = HostSlab(nbytes, pin=device.type == "cuda")
-        self._flat: list[dict[Purpose, Tensor]] = []
+        self._flat: dict[int, dict[Purpose, Tensor]] = {}
         for index, layout in enumerate(layouts):
+            if index in self.on_disk:
+                continue
             buffers = {}
             for purpose in STATE:
                 size = layout.nbytes(purpose)
@@ -80,7 +92,7 @@ class BlockStore:
                     if index in resident
                     else self.slab.take(size)
                 )
-            self._flat.append(buffers)
+            self._flat[index] = buffers
         self.adam_steps = [0] * len(layouts)
         """Adam's step count per block; a skipped update leaves it."""
 
@@ -92,6 +104,7 @@ class BlockStore:
         *,
         device: torch.device,
         resident: frozenset[int] = frozenset(),
+        disk: DiskTier | None = None,
     ) -> "BlockStore":
         """A store with masters from a source: (block, tensors by name), one block after the other.
 
@@ -99,18 +112,47 @@ class BlockStore:
         refuses by then.
         """
         first = next(source)
-        store = cls(layouts, device=device, resident=resident)
+        store = cls(layouts, device=device, resident=resident, disk=disk)
         for block, tensors in chain([first], source):
             store.write(block, tensors)
         return store
 
     def flat(self, block: int, purpose: Purpose) -> Tensor:
-        """The block's byte buffer (uint8)."""
+        """The byte buffer (uint8) of a block that is in memory."""
         return self._flat[block][purpose]
 
-    def segments(self, block: int, purpose: Purpose) -> dict[int, Tensor]:
-        """Typed flat views per segment."""
-        return segment_views(self.layouts[block], purpose, self._flat[block][purpose])
+    def tensors(self, block: int, purpose: Purpose) -> dict[str, Tensor]:
+        """By parameter name, to be read: views, or copies of what is on the disk."""
+        if self.disk is None or block not in self.on_disk:
+            flat = self.flat(block, purpose)
+        else:
+            memory = self.disk.memory(block)
+            self.disk.read(block, memory, (purpose,))
+            flat = self.disk.parts(block, memory)[purpose]
+        layout = self.layouts[block]
+        return param_views(layout, segment_views(layout, purpose, flat))
+
+    @contextmanager
+    def changing(
+        self, block: int, purposes: Collection[Purpose]
+    ) -> Iterator[dict[Purpose, dict[str, Tensor]]]:
+        """By purpose and parameter name, to be read and written.
+
+        A block on the disk is read before and written after, if nothing has gone wrong.
+        """
+        layout = self.layouts[block]
+        if self.disk is None or block not in self.on_disk:
+            parts = self._flat[block]
+        else:
+            memory = self.disk.memory(block)
+            self.disk.read(block, memory, purposes)
+            parts = self.disk.parts(block, memory)
+        yield {
+            purpose: param_views(layout, segment_views(layout, purpose, parts[purpose]))
+            for purpose in purposes
+        }
+        if self.disk is not None and block in self.on_disk:
+            self.disk.write(block, memory, purposes)
 
     def write(self, block: int, tensors: Mapping[str, Tensor]) -> None:
         """Set masters from tensors of any floating dtype, by full name.
@@ -119,27 +161,28 @@ class BlockStore:
             KeyError: for a name that the block does not have.
             ValueError: for a wrong shape.
         """
-        layout = self.layouts[block]
-        weights = param_views(layout, self.segments(block, Purpose.WEIGHT))
-        residuals = param_views(layout, self.segments(block, Purpose.RESIDUAL))
-        for name, tensor in tensors.items():
-            target = weights[name]
-            if tensor.shape != target.shape:
-                raise ValueError(f"{name}: shape {tuple(tensor.shape)}, not {tuple(target.shape)}")
-            if name in residuals:
-                weight, residual = split_master(tensor.detach().to(target.device, torch.float32))
-                target.copy_(weight)
-                residuals[name].copy_(residual)
-            else:
-                target.copy_(tensor.detach())
+        with self.changing(block, (Purpose.WEIGHT, Purpose.RESIDUAL)) as state:
+            residuals = state[Purpose.RESIDUAL]
+            for name, tensor in tensors.items():
+                target = state[Purpose.WEIGHT][name]
+                if tensor.shape != target.shape:
+                    shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
+                    raise ValueError(f"{name}: shape {shapes}")
+                if name in residuals:
+                    master = tensor.detach().to(target.device, torch.float32)
+                    weight, residual = split_master(master)
+                    target.copy_(weight)
+                    residuals[name].copy_(residual)
+                else:
+                    target.copy_(tensor.detach())
 
     def weights(self, block: int) -> dict[str, Tensor]:
-        """The compute copies, as views."""
-        return param_views(self.layouts[block], self.segments(block, Purpose.WEIGHT))
+        """The compute copies, as `tensors` gives them."""
+        return self.tensors(block, Purpose.WEIGHT)
 
     def masters(self, block: int) -> dict[str, Tensor]:
         """fp32 copies of the masters (frozen bf16 parameters widened), on the CPU."""
-        residuals = param_views(self.layouts[block], self.segments(block, Purpose.RESIDUAL))
+        residuals = self.tensors(block, Purpose.RESIDUAL)
         return {
             name: (
                 join_master(weight, residuals[name]) if name in residuals else weight.float()
@@ -148,9 +191,16 @@ class BlockStore:
         }
 
     def moments(self, block: int, purpose: Purpose) -> dict[str, Tensor]:
-        """Views of a moment (EXP_AVG or EXP_AVG_SQ) by parameter name."""
-        return param_views(self.layouts[block], self.segments(block, purpose))
+        """A moment (EXP_AVG or EXP_AVG_SQ), as `tensors` gives it."""
+        return self.tensors(block, purpose)
+
+    @property
+    def disk_notice(self) -> str | None:
+        """What a user should hear of the disk's file system."""
+        return None if self.disk is None else self.disk.file.notice
 
     def close(self) -> None:
-        """Give back page-locked memory."""
+        """Give back page-locked memory and the room on the disk."""
         self.slab.close()
+        if self.disk is not None:
+            self.disk.close()

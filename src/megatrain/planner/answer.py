@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatrain.errors import UserError
-from megatrain.layout import BlockLayout
-from megatrain.memory.store import STATE
+from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.fit import MemoryNeed, memory_need
 from megatrain.planner.placement import Placement, PlacementRule
 from megatrain.schedule import Lane, occupancy

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 
 from megatrain.errors import UserError
-from megatrain.layout import BlockLayout
+from megatrain.layout import STATE, BlockLayout
 from megatrain.memory import HostSlab
-from megatrain.memory.store import STATE
 from megatrain.schedule import StepPlan, slot_sizes
 from megatrain.units import format_bytes
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from megatrain.errors import UserError
-from megatrain.layout import BlockLayout
-from megatrain.memory.store import STATE
+from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
 from megatrain.planner.rough import rough_seconds

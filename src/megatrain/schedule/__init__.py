@@ -11,21 +11,32 @@ Blocks are numbered: 0 is embed, 1..L the decoder layers, L+1 the head.
 """
 
 from megatrain.schedule.build import (
-    Spill,
-    StepPlan,
     build_evaluation,
     build_flush,
     build_step,
     initial_contents,
 )
 from megatrain.schedule.costs import Footprint, Rates
-from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
+from megatrain.schedule.disk import MOVED, disk_traffic, moved_bytes
+from megatrain.schedule.ops import (
+    STREAM_LANES,
+    Content,
+    Lane,
+    Op,
+    OpKind,
+    ScheduleError,
+    Slot,
+    Space,
+)
+from megatrain.schedule.plan import Spill, StepPlan
 from megatrain.schedule.simulate import simulate
 from megatrain.schedule.sizes import SlotSizes, slot_sizes
 from megatrain.schedule.spans import Span, occupancy
 from megatrain.schedule.verify import derive_waits, verify_contents, verify_waits, with_poison
 
 __all__ = [
+    "MOVED",
+    "STREAM_LANES",
     "Content",
     "Footprint",
     "Lane",
@@ -43,7 +54,9 @@ __all__ = [
     "build_flush",
     "build_step",
     "derive_waits",
+    "disk_traffic",
     "initial_contents",
+    "moved_bytes",
     "occupancy",
     "simulate",
     "slot_sizes",

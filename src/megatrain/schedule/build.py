@@ -1,90 +1,8 @@
 """Builds the list of operations of one optimizer step, of a flush and of an evaluation."""
 
-from dataclasses import dataclass
-
+from megatrain.schedule.disk import DiskRing
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, Slot, Space
-
-
-@dataclass(frozen=True, kw_only=True)
-class Spill:
-    """Inputs that wait for backward on the host, so that they take no device memory."""
-
-    blocks: frozenset[int]
-    """Layers; neither saved nor below what is trained."""
-    input_bytes: int
-    """Of one micro-batch, the largest."""
-    num_micro: int
-    """The largest number of micro-batches."""
-    slots: int = 3
-    """On the device: one that is read, one on its way, one to spare."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPlan:
-    """What decides a step's list of operations."""
-
-    num_layers: int
-    num_micro: int
-    trainable: tuple[bool, ...]
-    """Per block, embed to head."""
-    clip: bool
-    """Clipping: updates wait for the norm and run ahead of the next forward."""
-    pending: bool = False
-    """Whether updates of the previous step are still to be done."""
-    tied: bool = False
-    """The head uses parameters of embed."""
-    resident: frozenset[int] = frozenset()
-    """Blocks whose state lives on the device."""
-    saved: frozenset[int] = frozenset()
-    """Layers that are not recomputed: what backward needs stays, their weights too."""
-    spill: Spill | None = None
-    layer_weight_slots: int = 2
-    layer_gradient_slots: int = 2
-    """Slots of each kind that the layers share; embed, head and saved layers have their own."""
-    waiting_gradient_slots: int = 2
-    """Without clipping: layers whose gradients can wait on the host for their updates."""
-
-    @property
-    def head(self) -> int:
-        return self.num_layers + 1
-
-    @property
-    def lowest_trainable(self) -> int:
-        """The lowest block with anything to train; behind the head if there is none."""
-        trained = (block for block, trainable in enumerate(self.trainable) if trainable)
-        return next(trained, len(self.trainable))
-
-    @property
-    def spilled(self) -> frozenset[int]:
-        return frozenset() if self.spill is None else self.spill.blocks
-
-    @property
-    def kept_weights(self) -> tuple[int, ...]:
-        """Blocks with a weight slot of their own, in the order of these slots."""
-        saved = sorted(self.saved - self.resident - {0, self.head})
-        return (0, self.head, *saved)
-
-    def gradient_slot(self, block: int) -> int:
-        """The accumulator and staging slot of a block's gradient."""
-        return self._in_ring(block, self.layer_gradient_slots)
-
-    def home_gradient_slot(self, block: int) -> int:
-        """With clipping every block has its own, else there is a ring on the host and another one
-        on the device for resident blocks.
-        """
-        if self.clip:
-            return block
-        resident = block in self.resident
-        slots = self.layer_gradient_slots if resident else self.waiting_gradient_slots
-        return 2 * self._in_ring(block, slots) + resident
-
-    def _in_ring(self, block: int, slots: int) -> int:
-        """The head's gradient is done before embed's begins, unless they share parameters: then
-        embed's begins with the head's.
-        """
-        if block == 0 or (block == self.head and not self.tied):
-            return slots
-        return slots + 1 if block == self.head else block % slots
+from megatrain.schedule.plan import StepPlan
 
 
 class _Builder:
@@ -96,6 +14,7 @@ class _Builder:
         self.in_slot: dict[int, int] = {}
         self.next_slot = 0
         self.next_passing = 0
+        self.ring = DiskRing(plan, self.ops)
 
     def add(self, kind: OpKind, lane: Lane, block: int = 0, micro: int = 0) -> Op:
         op = Op(kind=kind, lane=lane, block=block, micro=micro)
@@ -103,24 +22,32 @@ class _Builder:
         return op
 
     def update(self, block: int) -> None:
-        """The update of a block, where its state lives."""
-        if not self.plan.trainable[block]:
+        """The update of a block where its state lives, or where the disk's has been read to."""
+        plan = self.plan
+        if not plan.trainable[block]:
             return
-        plan, resident = self.plan, block in self.plan.resident
+        resident, on_disk = block in plan.resident, block in plan.on_disk
+        state, before = _at_home(block, plan.before_update)
+        if on_disk:
+            state, before = self.ring.state(block)
         op = self.add(OpKind.UPDATE, Lane.COMPUTE if resident else Lane.HOST, block)
-        state = Slot(space=Space.STATE, index=block)
+        op.reads[state] = before
+        op.writes[state] = ("state", block, "current" if plan.clip else "next")
         home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
-        if plan.clip:
-            op.reads.update({state: ("state", block, "due"), home: ("waiting", block)})
-            op.writes[state] = ("state", block, "current")
-        else:
-            op.reads.update({state: ("state", block, "current"), home: ("gradient", block)})
+        if not plan.clip:
+            op.reads[home] = ("gradient", block)
             op.reads[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
             op.reads[Slot(space=Space.DECISION)] = ("decision",)
-            op.writes[state] = ("state", block, "next")
+        elif not on_disk:  # there the gradient is read with the state
+            op.reads[home] = ("waiting", block)
+        if on_disk:
+            self.ring.updated(block, op.writes[state])
 
-    def fetch(self, block: int) -> None:
-        """Bring a block's weights into a slot unless they are there or live on the device."""
+    def fetch(self, block: int, *, update_follows: bool = False) -> None:
+        """Bring a block's weights into a slot unless they are there or live on the device.
+
+        Of a block on the disk whose update follows the whole state is read at once.
+        """
         plan = self.plan
         if block in plan.resident or block in self.in_slot.values():
             return
@@ -129,8 +56,12 @@ class _Builder:
         else:
             slot, self.next_slot = self.next_slot, (self.next_slot + 1) % plan.layer_weight_slots
         self.in_slot[slot] = block
+        source, held = _at_home(block, "current")
+        if block in plan.on_disk:
+            whole = update_follows and plan.trainable[block]
+            source, held = self.ring.state(block) if whole else self.ring.weights(block)
         op = self.add(OpKind.FETCH, Lane.H2D, block)
-        op.reads[Slot(space=Space.STATE, index=block)] = ("state", block, "current")
+        op.reads[source] = held
         op.writes[Slot(space=Space.WEIGHTS, index=slot)] = ("weights", block)
 
     def read_weights(self, op: Op, block: int) -> None:
@@ -237,6 +168,8 @@ class _Builder:
         if not resident:
             offload.reads[staging] = ("gradient", block)
             offload.writes[home] = ("gradient", block)
+        if plan.clip and block in plan.on_disk:
+            self.ring.write_gradient(block, home)
         if not plan.clip:
             # By the host, which waits until the copy has arrived: an update on the device lane
             # would only queue its wait and read too early.
@@ -265,6 +198,11 @@ class _Builder:
                 op.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
 
 
+def _at_home(block: int, version: str) -> tuple[Slot, Content]:
+    """The state of a block that does not live on the disk."""
+    return Slot(space=Space.STATE, index=block), ("state", block, version)
+
+
 def _trainable_blocks(plan: StepPlan) -> list[int]:
     return [block for block, trainable in enumerate(plan.trainable) if trainable]
 
@@ -291,7 +229,7 @@ def build_step(plan: StepPlan) -> list[Op]:
     for block in range(plan.num_layers, plan.lowest_trainable - 1, -1):
         if not (plan.tied and block == 0):
             build.zero(block)
-        build.fetch(block)
+        build.fetch(block, update_follows=not plan.clip)
         for micro in micros:
             build.backward(block, micro)
         build.update_resident(block + 1)
@@ -340,5 +278,7 @@ def initial_contents(plan: StepPlan) -> dict[Slot, Content]:
         )
         if due:
             home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
+            if block in plan.on_disk:
+                home = Slot(space=Space.DISK_GRADIENT, index=block)
             contents[home] = ("waiting", block)
     return contents

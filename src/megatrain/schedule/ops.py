@@ -17,6 +17,12 @@ class Lane(StrEnum):
     HOST = "host"
     CONTROL = "control"
     """Small decisions of the host, which must not wait behind its updates."""
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
+
+
+STREAM_LANES = (Lane.H2D, Lane.COMPUTE, Lane.D2H)
+"""On a GPU each is a stream; the others are the host's."""
 
 
 class OpKind(StrEnum):
@@ -43,6 +49,13 @@ class OpKind(StrEnum):
     """The input of a block for one micro-batch, device to host."""
     UNSPILL = "unspill"
     """The same, back again for backward."""
+    READ_STATE = "read_state"
+    """Of a block on the disk, with clipping its waiting gradient too."""
+    READ_WEIGHTS = "read_weights"
+    WRITE_STATE = "write_state"
+    """Back to the disk after an update."""
+    WRITE_GRADIENT = "write_gradient"
+    """With clipping: to wait on the disk for its update."""
     DECIDE = "decide"
     """With clipping: global norm and clip factor.  Without: is the loss finite?"""
     CHECK = "check"
@@ -55,9 +68,13 @@ class Space(StrEnum):
     """Kinds of slots."""
 
     STATE = "state"
-    """Weight, residual and moments of a block, at home (host, or device if resident)."""
+    """Weight, residual and moments of a block, at home (host, device or disk)."""
+    LOADED = "loaded"
+    """On the host: weights or whole state of a block that lives on the disk."""
+    DISK_GRADIENT = "disk_gradient"
+    """With clipping: a rounded gradient that waits on the disk for its update."""
     HOME_GRADIENT = "home_gradient"
-    """A rounded gradient that waits for its update, where the update runs."""
+    """A rounded gradient that waits for its update where that runs, or for its way to the disk."""
     WEIGHTS = "weights"
     ACCUMULATOR = "accumulator"
     STAGING = "staging"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.layout import BlockLayout, Purpose
-from megatrain.schedule.build import StepPlan
+from megatrain.schedule.plan import StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,8 @@ class SlotSizes:
     """For inputs on their way to or from the host."""
     host_inputs: dict[tuple[int, int], int]
     """By (block, micro-batch)."""
+    loaded: tuple[int, ...]
+    """On the host: for blocks on the disk."""
     home_gradients: dict[int, int]
     """On the host."""
     resident_gradients: dict[int, int]
@@ -40,9 +42,15 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
 
     every = range(plan.head + 1)
     streamed = [block for block in every if block not in plan.resident]
+    waiting = gradient_dtype if plan.clip else None
 
     def largest(purpose: Purpose, blocks: Iterable[int]) -> int:
         return max((layouts[b].nbytes(purpose, gradient_dtype) for b in blocks), default=0)
+
+    def waiting_bytes(block: int) -> int:
+        if block in plan.on_disk and waiting is not None:
+            return layouts[block].on_disk(waiting)[Purpose.GRADIENT].moved
+        return largest(Purpose.GRADIENT, [block])
 
     def gradients(purpose: Purpose, blocks: Sequence[int]) -> tuple[int, ...]:
         slots = range(max(plan.gradient_slot(block) for block in every) + 1)
@@ -50,10 +58,11 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
         return tuple(largest(purpose, each) for each in of_slot)
 
     spill = plan.spill
+    of_disk = [layouts[block].nbytes_on_disk(waiting) for block in every if block in plan.on_disk]
     home: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for block in every:
         slots, slot = home[block in plan.resident], plan.home_gradient_slot(block)
-        slots[slot] = max(slots.get(slot, 0), largest(Purpose.GRADIENT, [block]))
+        slots[slot] = max(slots.get(slot, 0), waiting_bytes(block))
     passing = [block for block in streamed if block not in plan.kept_weights]
     kept = [[block] if block in streamed else [] for block in plan.kept_weights]
     return SlotSizes(
@@ -71,6 +80,7 @@ def slot_sizes(layouts: Sequence[BlockLayout], plan: StepPlan, gradient_dtype: s
             for block in sorted(spill.blocks)
             for micro in range(spill.num_micro)
         },
+        loaded=(max(of_disk, default=0),) * plan.num_loaded,
         home_gradients=home[False],
         resident_gradients=home[True],
     )

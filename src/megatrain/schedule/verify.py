@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from megatrain.schedule.ops import Content, Lane, Op, OpKind, ScheduleError, Slot, Space
 
-POISONED = (Space.WEIGHTS, Space.ACCUMULATOR, Space.STAGING, Space.PASSING)
+POISONED = (Space.WEIGHTS, Space.ACCUMULATOR, Space.STAGING, Space.PASSING, Space.LOADED)
 
 
 def derive_waits(ops: Sequence[Op]) -> tuple[tuple[int, ...], ...]:
@@ -83,13 +83,15 @@ def verify_waits(ops: Sequence[Op], waits: Sequence[Sequence[int]]) -> None:
 
 
 def with_poison(ops: Sequence[Op], spaces: Sequence[Space] = POISONED) -> list[Op]:
-    """Insert an operation that overwrites a device slot right after its content's last use."""
+    """Insert an operation that overwrites a slot right after its content's last use."""
     used_later: set[Slot] = set()
     result: list[Op] = []
     for op in reversed(ops):
         for slot in {**op.reads, **op.writes}:
             if slot.space in spaces and slot not in used_later:
-                poison = Op(kind=OpKind.POISON, lane=Lane.COMPUTE, block=op.block)
+                # Host memory is overwritten by a lane that waits for copies from it.
+                lane = Lane.DISK_READ if slot.space is Space.LOADED else Lane.COMPUTE
+                poison = Op(kind=OpKind.POISON, lane=lane, block=op.block)
                 poison.writes[slot] = ("poison",)
                 result.append(poison)
         result.append(op)
