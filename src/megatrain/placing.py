@@ -1,6 +1,8 @@
 """Before the state is allocated: what fits where, measured and decided; `plan_run` is the door."""
 
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -9,11 +11,23 @@ from megatrain.engine.compute import Programs
 from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
-from megatrain.memory.store import STATE
+from megatrain.engine.rates import disk_rates
+from megatrain.layout import STATE
+from megatrain.memory import DiskTier
 from megatrain.models import BlockModel
-from megatrain.planner import MemoryNeed, Placement, PlacementRule, check_fits, memory_need
+from megatrain.planner import (
+    DiskUse,
+    MemoryNeed,
+    Placement,
+    PlacementRule,
+    blocks_on_disk,
+    check_disk,
+    check_fits,
+    disk_use,
+    memory_need,
+)
 from megatrain.planner.fit import available_host_bytes
-from megatrain.schedule import Footprint
+from megatrain.schedule import Footprint, StepPlan
 from megatrain.units import format_bytes
 
 WAITING_GRADIENT_SLOTS = 6
@@ -32,6 +46,19 @@ class Budgets:
     """The same."""
     checkpoint: int = 0
     """Of the host's: for checkpoints on their way."""
+    disk_path: Path | None = None
+    """Directory for state that the host has no room for; None: there is none."""
+    disk: int | None = None
+    """Of scratch space there; None for what is free."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Of scratch space that there may be."""
+        if self.disk_path is None:
+            return 0
+        found = os.statvfs(self.disk_path)
+        free = found.f_bavail * found.f_frsize
+        return free if self.disk is None else min(free, self.disk)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +71,24 @@ class RunPlan:
     need: MemoryNeed
     placement: Placement | None
     """None on the CPU, where everything is in one memory."""
+    disk: DiskUse | None = None
+    """None if nothing lives there."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
-        return host if self.placement is None else f"{host}\n{self.placement.in_words()}"
+        others = (self.placement, self.disk)
+        return "\n".join([host, *(each.in_words() for each in others if each is not None)])
 
     @property
     def resident(self) -> frozenset[int]:
         """Blocks whose state lives on the device."""
         return frozenset() if self.placement is None else self.placement.resident
+
+    @property
+    def tier(self) -> DiskTier | None:
+        """Blocks whose state lives on the disk."""
+        return None if self.disk is None else self.disk.tier
 
 
 def check_options_and_memory(
@@ -68,10 +103,11 @@ def check_options_and_memory(
     Raises:
         UserError: for options without sense, or too little memory.
     """
-    need = _need(model, options, frozenset(), budgets)
+    need = _need(model, options, step_plan(model, options), budgets)
     free = free_device_bytes(device)
     on_device = 0 if free is None else min(free, budgets.gpu or free)
-    check_fits(need, budget=budgets.host, device_free=free, on_device=on_device)
+    elsewhere = on_device + budgets.scratch_bytes
+    check_fits(need, budget=budgets.host, device_free=free, elsewhere=elsewhere)
 
 
 def plan_run(
@@ -104,9 +140,10 @@ def plan_run(
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
-        need = _need(model, options, frozenset(), budgets)
+        plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
+        need = _need(model, options, plan, budgets)
         check_fits(need, budget=budgets.host, device_free=None)
-        return RunPlan(options=options, programs=programs, need=need, placement=None)
+        return RunPlan(options=options, programs=programs, need=need, placement=None, disk=disk)
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
@@ -119,9 +156,57 @@ def plan_run(
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
     options = replace(options, saved=placement.saved, spill=placement.spill)
-    need = _need(model, options, placement.resident, budgets)
+    plan, disk = _with_disk(model, options, rule.laid_out(placement), budgets, has_gpu=True)
+    if disk is not None:
+        placement = _beside_disk(rule, placement, disk)
+    need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
-    return RunPlan(options=options, programs=programs, need=need, placement=placement)
+    return RunPlan(options=options, programs=programs, need=need, placement=placement, disk=disk)
+
+
+def _with_disk(
+    model: BlockModel, options: EngineOptions, plan: StepPlan, budgets: Budgets, *, has_gpu: bool
+) -> tuple[StepPlan, DiskUse | None]:
+    """The plan with state on the disk that the host has no room for, if there may be any."""
+    if budgets.disk_path is None:
+        return plan, None
+    need = _need(model, options, plan, budgets)
+    beside = budgets.checkpoint + (0 if has_gpu else need.device_slots)
+    layouts = [block.layout for block in model.blocks]
+    gradient_dtype = check_options(model, options)
+    blocks = blocks_on_disk(
+        layouts,
+        plan,
+        gradient_dtype=gradient_dtype,
+        host_budget=(budgets.host or available_host_bytes()) - beside,
+    )
+    if not blocks:
+        return plan, None
+    plan = replace(plan, on_disk=blocks)
+    use = disk_use(
+        layouts,
+        plan,
+        DiskTier(
+            blocks=blocks,
+            path=budgets.disk_path,
+            gradient_dtype=gradient_dtype if plan.clip else None,
+        ),
+        gradient_dtype=gradient_dtype,
+        rates=disk_rates(budgets.disk_path),
+    )
+    check_disk(use, budget=budgets.scratch_bytes, allowed=budgets.disk is not None)
+    return plan, use
+
+
+def _beside_disk(rule: PlacementRule, placement: Placement, disk: DiskUse) -> Placement:
+    """The placement with these blocks on the disk, and how long a step takes then."""
+    rates = replace(
+        rule.footprint.rates,
+        disk_read_bytes_per_s=disk.read_bytes_per_s,
+        disk_write_bytes_per_s=disk.write_bytes_per_s,
+    )
+    rule = replace(rule, footprint=replace(rule.footprint, rates=rates))
+    return rule.simulated(replace(placement, on_disk=disk.tier.blocks))
 
 
 def placement_rule(
@@ -163,16 +248,16 @@ def with_room_for_waiting(
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""
     more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
-    need = _need(model, more, frozenset(), budgets).host_total
+    need = _need(model, more, step_plan(model, more), budgets).host_total
     return more if need <= (budgets.host or available_host_bytes()) else options
 
 
 def _need(
-    model: BlockModel, options: EngineOptions, resident: frozenset[int], budgets: Budgets
+    model: BlockModel, options: EngineOptions, plan: StepPlan, budgets: Budgets
 ) -> MemoryNeed:
     need = memory_need(
         [block.layout for block in model.blocks],
-        step_plan(model, options, resident=resident),
+        plan,
         gradient_dtype=check_options(model, options),
     )
     return replace(need, host=need.host | {"checkpoint": budgets.checkpoint})

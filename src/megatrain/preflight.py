@@ -30,13 +30,16 @@ def check_run(
     output_dir: str,
     overwrite: bool,
     resume: bool | str | None = None,
+    disk_path: str | None = None,
 ) -> None:
     """Check all paths of a training run.
 
     Raises:
-        UserError: for a model, tokenizer or data that is not there, or an output directory that
-            cannot or should not be written.
+        UserError: for a model, tokenizer or data that is not there, or a directory that cannot or
+            should not be written.
     """
+    if disk_path is not None:
+        check_scratch(Path(disk_path))
     check_model(model, gguf_file)
     if tokenizer is not None:
         _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
@@ -176,6 +179,21 @@ def check_output(output: Path, *, model: Path) -> None:
         raise UserError(
             asked=asked, found=f"no right to write to {above}", change="choose another directory"
         )
+
+
+def check_scratch(folder: Path) -> None:
+    """Check that scratch space can be made in `folder`.  It is not created: a mistyped path, or a
+    disk that is not mounted, would put the state on another disk.
+
+    Raises:
+        UserError: if it is no directory, or cannot be written.
+    """
+    asked, change = f"disk_path: {folder}", "give an existing directory on the disk to use"
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "no such directory"
+        raise UserError(asked=asked, found=found, change=change)
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(asked=asked, found="no right to write there", change=change)
 
 
 def claim_file(key: str, path: Path) -> None:

@@ -1,9 +1,12 @@
 """What the planner counts is what the engine allocates, to the byte."""
 
+from pathlib import Path
+
 import pytest
 
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.errors import UserError
+from megatrain.memory import DiskTier
 from megatrain.planner import check_fits, memory_need
 from megatrain.planner.fit import PROCESS_BYTES
 from megatrain.schedule import Spill
@@ -16,8 +19,15 @@ from .harness import ADAMW, make_config, make_engine, reference_model
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 @pytest.mark.parametrize("frozen", [(), ("*layers.1.*", "*h.1.*")], ids=["all", "frozen"])
 @pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("on_disk", [(), (1, 3)], ids=["memory", "disk"])
 def test_counted_bytes_are_allocated_bytes(
-    name: str, dtype: str, max_grad_norm: float, frozen: tuple[str, ...], slots: int
+    name: str,
+    dtype: str,
+    max_grad_norm: float,
+    frozen: tuple[str, ...],
+    slots: int,
+    on_disk: tuple[int, ...],
+    tmp_path: Path,
 ) -> None:
     config = make_config(name)
     masters = dict(reference_model(config).named_parameters())
@@ -28,18 +38,31 @@ def test_counted_bytes_are_allocated_bytes(
         max_grad_norm=max_grad_norm,
         layer_weight_slots=slots,
         layer_gradient_slots=slots,
+        disk_slots=slots,
         spill=Spill(blocks=frozenset({2, 3}), input_bytes=4000, num_micro=2, slots=slots)
         if frozen
         else None,
     )
-    engine = make_engine(config, masters, compute_dtype=dtype, frozen=patterns, options=options)
+    blocks, waiting = frozenset(on_disk), dtype if max_grad_norm else None
+    tier = DiskTier(blocks=blocks, path=tmp_path, gradient_dtype=waiting)
+    engine = make_engine(
+        config,
+        masters,
+        compute_dtype=dtype,
+        frozen=patterns,
+        options=options,
+        disk=tier if on_disk else None,
+    )
     need = memory_need(
         [block.layout for block in engine.model.blocks],
-        step_plan(engine.model, options),
+        step_plan(engine.model, options, on_disk=blocks),
         gradient_dtype=dtype,
     )
+    copies = need.host.get("disk copies", 0)  # made when a checkpoint is
     slabs = engine.store.slab.nbytes + engine.buffers.slab.nbytes
-    assert need.host_total - PROCESS_BYTES == slabs
+    assert need.host_total - PROCESS_BYTES - copies == slabs
+    if engine.store.disk is not None:
+        assert engine.store.disk.file.nbytes == tier.nbytes(engine.store.layouts)
     buffers = engine.buffers
     pools = (buffers.weights, buffers.accumulators, buffers.staging, buffers.passing)
     assert need.device_slots == sum(slot.numel() for pool in pools for slot in pool)

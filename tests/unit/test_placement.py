@@ -1,12 +1,21 @@
 """The rule that spends spare GPU memory: within its budget, and on what shortens the step."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, ParamSpec
-from megatrain.planner import Placement, PlacementRule, memory_need
+from megatrain.memory import DiskTier
+from megatrain.planner import (
+    Placement,
+    PlacementRule,
+    blocks_on_disk,
+    check_disk,
+    disk_use,
+    memory_need,
+)
 from megatrain.schedule import Footprint, Rates, StepPlan
 
 LAYERS, HEAD = 8, 9
@@ -125,3 +134,52 @@ def test_frozen_layers_below_are_not_saved() -> None:
     plan = replace(PLAN, trainable=trainable)
     placement = replace(rule(2**40), plan=plan).place()
     assert placement.saved == frozenset({6, 7, 8})
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_the_last_layers_go_to_the_disk_as_few_as_suffice(clip: bool) -> None:
+    plan = replace(PLAN, clip=clip, resident=frozenset({LAYERS - 1}))
+
+    def need(on_disk: frozenset[int]) -> int:
+        placed = replace(plan, on_disk=on_disk)
+        return memory_need(LAYOUTS, placed, gradient_dtype="bfloat16").host_total
+
+    def chosen(budget: int) -> frozenset[int]:
+        return blocks_on_disk(LAYOUTS, plan, gradient_dtype="bfloat16", host_budget=budget)
+
+    whole = need(frozenset())
+    assert chosen(whole) == frozenset()
+    for budget in range(whole - 1, need(frozenset(range(1, LAYERS + 1)) - plan.resident), -(2**20)):
+        found = chosen(budget)
+        assert need(found) <= budget
+        assert found == frozenset(range(min(found), LAYERS + 1)) - plan.resident
+        assert need(found - {min(found)}) > budget
+        assert not found & {0, HEAD}
+    # What cannot be made to fit needs the least that it can.
+    assert need(chosen(0)) == min(
+        need(frozenset(range(n, LAYERS + 1)) - plan.resident) for n in range(1, LAYERS + 2)
+    )
+
+
+def test_a_step_beside_the_disk_takes_the_disk_s_time() -> None:
+    rates = replace(COSTS.rates, disk_read_bytes_per_s=2**20, disk_write_bytes_per_s=2**20)
+    asked = replace(rule(2**40), footprint=replace(COSTS, rates=rates))
+    streamed = asked.fixed(on_device=False)
+    on_disk = replace(streamed, on_disk=frozenset({LAYERS}))
+    slower = asked.simulated(on_disk).seconds
+    assert slower >= 14  # 14 bytes a parameter are read, at a parameter's rate
+    assert asked.simulated(streamed).seconds < slower + streamed.seconds
+
+
+def test_a_disk_that_is_too_small_is_refused() -> None:
+    tier = DiskTier(blocks=frozenset({7, 8}), path=Path("/scratch"), gradient_dtype="bfloat16")
+    plan = replace(PLAN, on_disk=tier.blocks)
+    use = disk_use(LAYOUTS, plan, tier, gradient_dtype="bfloat16", rates=(1e9, 2e9))
+    assert use.nbytes == 2 * 14 * 2**20
+    # State and gradient, and again weights that are not on the device or in the ring by then.
+    assert use.written_bytes == 2 * 14 * 2**20 <= use.read_bytes
+    assert "state of 2 blocks; a step reads" in use.in_words()
+    check_disk(use, budget=use.nbytes, allowed=True)
+    for allowed, found in ((True, "allowed by disk_memory"), (False, "free there")):
+        with pytest.raises(UserError, match=f"28.00 MiB in /scratch.*state of 2 blocks.*{found}"):
+            check_disk(use, budget=use.nbytes - 1, allowed=allowed)

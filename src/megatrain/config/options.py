@@ -68,6 +68,8 @@ OWN_KEYS = frozenset(
         "early_stopping_threshold",
         "device",
         "host_memory",
+        "disk_path",
+        "disk_memory",
         "gpu_memory",
         "trace",
         "trace_steps",
@@ -91,6 +93,7 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
             "output_dir": self.output_dir,
             "overwrite": self.overwrite_output_dir,
             "resume": self.resume_from_checkpoint,
+            "disk_path": self.disk_path,
         }
 
     def train_names(self) -> DataNames:
@@ -139,6 +142,8 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
             )
         if self.gpu_memory is not None and self.device == "cpu":
             raise ValueError("gpu_memory needs a GPU, and device is cpu")
+        if self.disk_memory is not None and self.disk_path is None:
+            raise ValueError("disk_memory needs disk_path")
         if self.trace_steps is not None and self.trace is None:
             raise ValueError("trace_steps needs trace")
         if self.allow_nonfinite_blocks and self.max_grad_norm > 0:

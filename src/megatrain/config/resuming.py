@@ -43,6 +43,8 @@ FREE = frozenset(
         "eval_steps",
         "eval_on_start",
         "host_memory",
+        "disk_path",
+        "disk_memory",
         "gpu_memory",
         "trace",
         "trace_steps",

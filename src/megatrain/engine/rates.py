@@ -1,10 +1,15 @@
 """What this machine's buses and memories move in a second, measured in a second or two."""
 
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from megatrain.memory import HostSlab
+from megatrain.memory.scratch import ScratchFile
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater, host_updater
 from megatrain.schedule import Rates
 
@@ -16,6 +21,7 @@ BESIDE_OTHERS = 0.85
 UPDATES = 5
 COPY_BYTES = 2**26
 COPIES = 32
+DISK_BYTES = 2**28
 
 
 def measure_rates(device: torch.device, *, host_threads: int | None) -> Rates:
@@ -36,6 +42,31 @@ def measure_rates(device: torch.device, *, host_threads: int | None) -> Rates:
         d2h_bytes_per_s=d2h,
         device_bytes_per_s=memory,
     )
+
+
+def disk_rates(folder: Path) -> tuple[float, float]:
+    """Bytes a second that are read and written by direct I/O, both at once.
+
+    Raises:
+        UserError: if the directory cannot be written.
+    """
+    file = ScratchFile(folder, 2 * DISK_BYTES)
+    memory = [HostSlab(DISK_BYTES, pin=False).take(DISK_BYTES).random_() for _ in "ab"]
+    file.write([(0, memory[0])])  # what was never written is not read from the disk
+
+    def seconds(call: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        calls = (
+            partial(file.read, [(0, memory[0])]),
+            partial(file.write, [(DISK_BYTES, memory[1])]),
+        )
+        read_s, write_s = pool.map(seconds, calls)
+    file.close()
+    return DISK_BYTES / read_s, DISK_BYTES / write_s
 
 
 def host_update_rate(host_threads: int | None = None) -> float:

@@ -195,6 +195,14 @@ class BlockStore:
         return self.tensors(block, purpose)
 
     @property
+    def disk_traffic(self) -> dict[str, int]:
+        """Bytes moved since the store was made; nothing without a disk."""
+        if self.disk is None:
+            return {}
+        file = self.disk.file
+        return {"disk_bytes_read": file.bytes_read, "disk_bytes_written": file.bytes_written}
+
+    @property
     def disk_notice(self) -> str | None:
         """What a user should hear of the disk's file system."""
         return None if self.disk is None else self.disk.file.notice

@@ -1,15 +1,20 @@
 """What a run will need, before anything is allocated."""
 
+from megatrain.planner.disk import DiskUse, blocks_on_disk, check_disk, disk_use
 from megatrain.planner.fit import MemoryNeed, available_host_bytes, check_fits, memory_need
 from megatrain.planner.inference import resident_weights
 from megatrain.planner.placement import Placement, PlacementRule
 
 __all__ = [
+    "DiskUse",
     "MemoryNeed",
     "Placement",
     "PlacementRule",
     "available_host_bytes",
+    "blocks_on_disk",
+    "check_disk",
     "check_fits",
+    "disk_use",
     "memory_need",
     "resident_weights",
 ]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatrain.layout import BlockLayout, Purpose
-from megatrain.schedule import Footprint, Lane, Op, OpKind, StepPlan
+from megatrain.schedule import Footprint, Lane, Op, OpKind, StepPlan, moved_bytes
 
 UPDATE_BYTES = 26
 """Of memory traffic a parameter: 12 of state read and written, 2 of gradient read."""
@@ -57,8 +57,16 @@ class Durations:
                 return cost.input_bytes / rates.d2h_bytes_per_s
             case OpKind.UNSPILL:
                 return cost.input_bytes / rates.h2d_bytes_per_s
+            case _ if op.lane is Lane.DISK_READ:
+                return self._disk_s(op, rates.disk_read_bytes_per_s)
+            case _ if op.lane is Lane.DISK_WRITE:
+                return self._disk_s(op, rates.disk_write_bytes_per_s)
             case _:
                 return 0.0
+
+    def _disk_s(self, op: Op, bytes_per_s: float | None) -> float:
+        assert bytes_per_s is not None, "the disk's rates were not measured"
+        return moved_bytes(op, self.layouts[op.block], self.plan, self.gradient_dtype) / bytes_per_s
 
     @staticmethod
     def _trained(layout: BlockLayout) -> int:

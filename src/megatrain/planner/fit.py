@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 
 from megatrain.errors import UserError
-from megatrain.layout import STATE, BlockLayout
+from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.memory import HostSlab
 from megatrain.schedule import StepPlan, slot_sizes
 from megatrain.units import format_bytes
@@ -48,10 +48,11 @@ def memory_need(
     Args:
         layouts: embed, layers, head and, behind them, unused parameters if there are any.
         plan: with clipping every gradient waits on the host, without only a small ring does; what
-            is resident is not on the host.
+            is resident or on the disk is not on the host.
         gradient_dtype: dtype of a rounded gradient.
     """
-    on_host = [layout for block, layout in enumerate(layouts) if block not in plan.resident]
+    elsewhere = plan.resident | plan.on_disk
+    on_host = [layout for block, layout in enumerate(layouts) if block not in elsewhere]
     host = {
         purpose.value: sum(HostSlab.rounded(layout.nbytes(purpose)) for layout in on_host)
         for purpose in STATE
@@ -59,6 +60,10 @@ def memory_need(
     sizes = slot_sizes(layouts[: plan.head + 1], plan, gradient_dtype)
     host["gradient"] = sum(map(HostSlab.rounded, sizes.home_gradients.values()))
     host["activation"] = sum(map(HostSlab.rounded, sizes.host_inputs.values()))
+    if plan.on_disk:
+        host["disk slots"] = sum(sizes.loaded)
+        # Read one purpose after the other, for checkpoints; the one before may not be gone yet.
+        host["disk copies"] = 2 * max(layouts[b].nbytes(Purpose.EXP_AVG) for b in plan.on_disk)
     host["process"] = PROCESS_BYTES
     return MemoryNeed(host=host, device_slots=sizes.device)
 
@@ -82,7 +87,7 @@ def check_fits(
     *,
     budget: int | None,
     device_free: int | None,
-    on_device: int = 0,
+    elsewhere: int = 0,
     to: str = "train",
 ) -> None:
     """Refuse a run that the host cannot hold, or whose slots the GPU cannot.
@@ -90,7 +95,7 @@ def check_fits(
     Args:
         budget: the user's `host_memory` in bytes; None for what is free.
         device_free: free bytes of the GPU; None on the CPU, where slots take host memory too.
-        on_device: bytes of the host's need that may yet be put on the GPU.
+        elsewhere: bytes of the host's need that may yet be put on the GPU or the disk.
         to: what the memory is for, in words.
 
     Raises:
@@ -106,7 +111,7 @@ def check_fits(
     has_gpu = device_free is not None
     total = need.host_total + (0 if has_gpu else need.device_slots)
     have = available_host_bytes() if budget is None else budget
-    if total <= have + on_device:
+    if total <= have + elsewhere:
         return
     slots = "" if has_gpu else f", slots {format_bytes(need.device_slots)}"
     source = "is free" if budget is None else "is allowed by host_memory"
@@ -115,6 +120,6 @@ def check_fits(
         found=f"{format_bytes(have)} {source}",
         change="choose a smaller model, or free memory"
         if not need.host.get("gradient")
-        else "choose a smaller model, free memory, freeze blocks, or set max_grad_norm: 0"
-        " (gradients then need no room of their own)",
+        else "choose a smaller model, free memory, freeze blocks, let layers live on a disk"
+        " (disk_path), or set max_grad_norm: 0 (gradients then need no room of their own)",
     )

@@ -46,6 +46,8 @@ class Placement:
     """Bytes on the device at their peak, by purpose."""
     seconds: float
     """Of a step of the largest shape, simulated."""
+    on_disk: frozenset[int] = NONE
+    """Blocks whose state lives on the disk."""
 
     @property
     def device_bytes(self) -> int:
@@ -122,6 +124,7 @@ class PlacementRule:
             resident=placement.resident,
             saved=placement.saved,
             spill=placement.spill,
+            on_disk=placement.on_disk,
         )
 
     def _refuse(self, placement: Placement) -> NoReturn:

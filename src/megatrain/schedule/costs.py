@@ -14,6 +14,9 @@ class Rates:
     """Page-locked copies, both ways at once."""
     device_bytes_per_s: float
     """The device's memory, read and written."""
+    disk_read_bytes_per_s: float | None = None
+    disk_write_bytes_per_s: float | None = None
+    """Both at once; None if nobody has asked."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """The output directory of a run: claimed, locked, with room for what will be written."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from megatrain.checkpoint.writer import SMALL_FILES_BYTES
 from megatrain.config import TrainConfig
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
+from megatrain.planner import DiskUse
 from megatrain.preflight import claim_output
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
@@ -47,13 +49,20 @@ class OutputDirectory:
     def __exit__(self, *error: object) -> None:
         self._lock.release()
 
-    def check_room(self, config: TrainConfig, contents: Contents | None, count: int) -> str:
+    def check_room(
+        self,
+        config: TrainConfig,
+        contents: Contents | None,
+        count: int,
+        scratch: DiskUse | None = None,
+    ) -> str:
         """See that there is room for two checkpoints: the new one is whole before one is removed.
 
         Args:
             config: of the run.
             contents: of a checkpoint.
             count: checkpoints yet to be written.
+            scratch: room that is needed too, if it is on the same file system.
 
         Returns:
             A warning if those that are to be kept will not fit; else nothing.
@@ -64,11 +73,15 @@ class OutputDirectory:
         if contents is None or not count:
             return ""
         one = contents.nbytes + SMALL_FILES_BYTES
-        free = self.disk.free_bytes(self.path)
+        free, beside = self.disk.free_bytes(self.path), ""
+        if scratch is not None and _same_file_system(self.path, scratch.tier.path):
+            free -= scratch.nbytes
+            beside = f" beside {format_bytes(scratch.nbytes)} of scratch space (disk_path)"
         if free < one * min(count, 2):
             raise UserError(
-                asked=f"checkpoints of {format_bytes(one)} in {self.path}",
-                found=f"{format_bytes(free)} free, and room for {min(count, 2)} is needed",
+                asked=f"checkpoints of {format_bytes(one)} in {self.path}{beside}",
+                found=f"{format_bytes(max(free, 0))} free for them, and room for {min(count, 2)}"
+                " is needed",
                 change="make room, choose another output_dir, or set save_only_model: true or"
                 " save_strategy: no",
             )
@@ -143,3 +156,7 @@ class OutputDirectory:
                 " one",
             ) from error
         return f"model written to {config.output_dir}{source}"
+
+
+def _same_file_system(first: Path, second: Path) -> bool:
+    return os.stat(first).st_dev == os.stat(second).st_dev

@@ -223,11 +223,17 @@ def _checked_memory(
     *,
     writes: bool,
 ) -> Budgets:
-    sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory)
-    gpu, host, checkpoint = (None if size is None else parse_bytes(size) for size in sizes)
+    sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory, config.disk_memory)
+    gpu, host, checkpoint, disk = (None if size is None else parse_bytes(size) for size in sizes)
     if checkpoint is None:
         checkpoint = max(default_checkpoint_memory(model), LEAST_CHECKPOINT_MEMORY)
-    budgets = Budgets(gpu=gpu, host=host, checkpoint=checkpoint if writes else 0)
+    budgets = Budgets(
+        gpu=gpu,
+        host=host,
+        checkpoint=checkpoint if writes else 0,
+        disk_path=None if config.disk_path is None else Path(config.disk_path),
+        disk=disk,
+    )
     check_options_and_memory(model, options, device=device, budgets=budgets)
     return budgets
 

@@ -55,7 +55,11 @@ class RunRecord:
                 "blocks": len(run.blocks.model.blocks),
                 "compute_dtype": run.compute_dtype,
             },
-            "plan": {"host_bytes": plan.need.host, "words": plan.in_words()},
+            "plan": {
+                "host_bytes": plan.need.host,
+                "disk": None if plan.disk is None else plan.disk.figures(),
+                "words": plan.in_words(),
+            },
             "data": {
                 "files": {str(path): path.stat().st_size for path in run.data.files},
                 "parts": run.data.parts,

@@ -25,7 +25,7 @@ from megatrain.checkpoint.transformers_optimizer import (
 )
 from megatrain.config import TrainConfig, changes
 from megatrain.errors import UserError
-from megatrain.memory import BlockStore
+from megatrain.memory import BlockStore, DiskTier
 from megatrain.memory.store import DTYPES
 from megatrain.models.weights import LoadReport, load_block_weights
 from megatrain.trainer.prepare import PreparedRun
@@ -41,17 +41,20 @@ class Resumption:
     folder: Path
     state: TrainingState
 
-    def load(self, run: PreparedRun, *, resident: frozenset[int]) -> BlockStore:
+    def load(
+        self, run: PreparedRun, *, resident: frozenset[int], disk: DiskTier | None
+    ) -> BlockStore:
         """The state of every block, one at a time.
 
         Args:
             run: the same model.
             resident: blocks that live on the device; they may be others than before.
+            disk: those that live on the disk; the same.
         """
         model = run.blocks.model
         source = load_block_weights(model, self.folder, LoadReport(), complete=True)
         layouts = [block.layout for block in model.blocks]
-        store = BlockStore.filled(layouts, source, device=run.device, resident=resident)
+        store = BlockStore.filled(layouts, source, device=run.device, resident=resident, disk=disk)
         if is_of_transformers(self.folder):
             restore_optimizer(store, model, self.folder)
         else:

@@ -27,6 +27,7 @@ from megatrain.monitor import (
     check_installed,
 )
 from megatrain.placing import RunPlan, plan_run
+from megatrain.planner import DiskUse
 from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
 from megatrain.trainer.dataset import Records, config_of
@@ -82,9 +83,7 @@ class Trainer:
         self.progress = Progress()
         if self.resumed is not None:
             self.progress = Progress.after(self.resumed.state)
-        saves = Rhythms.of(config, run).save.count(self.progress.step)
-        room = self.output.check_room(config, run.contents, saves)
-        self.notes += [room] if room else []
+        self._check_room()
         self.callbacks = Callbacks(
             given, config=config, run=run, progress=self.progress, output=self.output.path
         )
@@ -133,9 +132,15 @@ class Trainer:
         resumed = self.resumed
         return resumed is not None and resumed.folder.resolve().parent == self.output.path
 
+    def _check_room(self, scratch: DiskUse | None = None) -> None:
+        saves = Rhythms.of(self.config, self.run).save.count(self.progress.step)
+        note = self.output.check_room(self.config, self.run.contents, saves, scratch)
+        if note and note not in self.notes:
+            self.notes.append(note)
+
     def _plan(self) -> RunPlan:
         run = self.run
-        return plan_run(
+        plan = plan_run(
             self.model,
             run.options,
             device=run.device,
@@ -144,6 +149,9 @@ class Trainer:
             longest=run.longest,
             budgets=run.memory,
         )
+        if plan.disk is not None:
+            self._check_room(plan.disk)
+        return plan
 
     def train(self) -> EvalResult | None:
         """Run all steps, evaluate, write checkpoints and the model.
@@ -161,7 +169,7 @@ class Trainer:
         with self.output as output, Console(run.total_steps, quiet=self.quiet) as console:
             matmul = matmul_flops_per_s(run.device, DTYPES[run.compute_dtype])
             plan = self._plan()
-            store = self._load_weights(console.note, plan.resident)
+            store = self._load_weights(console.note, plan)
             engine = self._engine(plan, store)
             writer = output.writer(config, run, store)
             report = self._reporter(console, matmul)
@@ -191,7 +199,7 @@ class Trainer:
             finally:
                 saver.wait()  # what it copies from must stay
                 report.close()
-                record.end(how, self.progress.results())
+                record.end(how, self.progress.results() | store.disk_traffic)
             engine.close()
             if writer is not None:
                 writer.pool.close()
@@ -270,17 +278,19 @@ class Trainer:
             )
         return "\n".join(filter(None, lines))
 
-    def _load_weights(self, note: Callable[[str], None], resident: frozenset[int]) -> BlockStore:
+    def _load_weights(self, note: Callable[[str], None], plan: RunPlan) -> BlockStore:
         config, model = self.config, self.model
         if self.resumed is not None:
-            return self.resumed.load(self.run, resident=resident)
+            return self.resumed.load(self.run, resident=plan.resident, disk=plan.tier)
         report = LoadReport()
         if config.model_init == "random":
             source = init_block_weights(model, seed=config.seed)
         else:
             source = self.run.blocks.weights(report, seed=config.seed)
         layouts = [block.layout for block in model.blocks]
-        store = BlockStore.filled(layouts, source, device=self.run.device, resident=resident)
+        store = BlockStore.filled(
+            layouts, source, device=self.run.device, resident=plan.resident, disk=plan.tier
+        )
         if report.missing:
             note(f"not in the checkpoint, initialised: {', '.join(report.missing)}")
         if report.unexpected:

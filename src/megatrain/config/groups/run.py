@@ -54,6 +54,14 @@ class RunKeys(Keys):
     host_memory: str | None = Field(
         None, description="Host memory that the run may use, such as 100GiB; default: what is free."
     )
+    disk_path: str | None = Field(
+        None,
+        description="Directory on a fast disk for the state of layers that host memory has no room"
+        " for; nothing is left there. Default: no state lives on a disk.",
+    )
+    disk_memory: str | None = Field(
+        None, description="Room that the run may use there, such as 2TiB; default: what is free."
+    )
     gpu_memory: str | None = Field(
         None,
         description="GPU memory that the run may use, such as 24GiB; default: what is free. What is"
@@ -76,7 +84,9 @@ class RunKeys(Keys):
         False, description="Deterministic kernels on the GPU: the same bits in every run."
     )
 
-    @field_validator("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
+    @field_validator(
+        "max_shard_size", "host_memory", "disk_memory", "gpu_memory", "checkpoint_memory"
+    )
     @classmethod
     def _is_a_size(cls, value: str | None) -> str | None:
         return check_size(value)
