@@ -24,7 +24,7 @@ from megatrain.checkpoint.contents import STATE_FOLDER, STATE_PURPOSES, state_fi
 from megatrain.checkpoint.tensors import TensorFiles
 from megatrain.engine import Engine, EngineOptions
 from megatrain.layout import BlockLayout, ParamSpec, Purpose
-from megatrain.memory import BlockStore
+from megatrain.memory import BlockStore, DiskTier
 from tests.numerics.harness import (
     ADAMW,
     engine_state,
@@ -41,11 +41,11 @@ ROWS = [make_rows(4, seed) for seed in range(4)]
 PURPOSES = (Purpose.WEIGHT, Purpose.EXP_AVG, Purpose.EXP_AVG_SQ)
 
 
-def engine_of(name: str = "llama", **changes: Any) -> Engine:
+def engine_of(name: str = "llama", *, disk: DiskTier | None = None, **changes: Any) -> Engine:
     config = make_config(name)
     masters = {n: p.detach().clone() for n, p in reference_model(config).named_parameters()}
     options = EngineOptions(adamw=ADAMW, host_threads=1, micro_batch_rows=2, **changes)
-    return make_engine(config, masters, options=options, compute_dtype="bfloat16")
+    return make_engine(config, masters, options=options, compute_dtype="bfloat16", disk=disk)
 
 
 def contents_of(engine: Engine) -> Contents:
@@ -106,11 +106,14 @@ def written(engine: Engine, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0], ids=["no_clip", "clip"])
 @pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("on_disk", [(), (1, 3), (0, 1, 2, 3, 4)], ids=["memory", "some", "disk"])
 def test_updates_wait_until_a_block_is_copied(
-    max_grad_norm: float, threads: bool, tmp_path: Path
+    max_grad_norm: float, threads: bool, on_disk: tuple[int, ...], tmp_path: Path
 ) -> None:
     """The disk writes nothing until training asks to overwrite a block: then it must wait."""
-    engine = engine_of(max_grad_norm=max_grad_norm, threads=threads)
+    waiting = "bfloat16" if max_grad_norm else None
+    disk = DiskTier(blocks=frozenset(on_disk), path=tmp_path, gradient_dtype=waiting)
+    engine = engine_of(max_grad_norm=max_grad_norm, threads=threads, disk=disk if on_disk else None)
     for rows in ROWS[:2]:
         engine.step(rows, learning_rate=1e-2)
     expected = moment(engine)

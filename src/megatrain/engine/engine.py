@@ -18,7 +18,7 @@ from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
 from megatrain.engine.buffers import StepBuffers
 from megatrain.engine.compute import BlockCompute, Programs
-from megatrain.engine.lanes import InlineLanes, Lanes, ThreadLanes
+from megatrain.engine.lanes import Lanes, choose_lanes
 from megatrain.engine.loss import Loss, cross_entropy
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch, split_rows
 from megatrain.engine.options import (
@@ -131,8 +131,7 @@ class Engine:
         self._said: set[str] = set()
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
-        on_threads = device.type == "cuda" if options.threads is None else options.threads
-        self._lanes = lanes or (ThreadLanes(device) if on_threads else InlineLanes(device))
+        self._lanes = lanes or choose_lanes(device, options.threads, disk=bool(store.on_disk))
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
         self.buffers = StepBuffers(sizes, device=device)
         model.move_buffers(device)

@@ -237,3 +237,15 @@ class ThreadLanes:
                     used_stream.synchronize()
         if clock is not None and spans is not None:
             spans += clock.spans()
+
+
+def choose_lanes(device: torch.device, threads: bool | None, *, disk: bool) -> Lanes:
+    """Threads if asked for; if not said, where something can run beside the computation.
+
+    Args:
+        device: where blocks are computed.
+        threads: as the options say.
+        disk: whether blocks live on the disk.
+    """
+    on_threads = device.type == "cuda" or disk if threads is None else threads
+    return ThreadLanes(device) if on_threads else InlineLanes(device)

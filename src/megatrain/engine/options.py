@@ -53,7 +53,7 @@ class EngineOptions:
     host_threads: int | None = None
     """Threads of the host update; None: all cores but two, at least one."""
     threads: bool | None = None
-    """Run lanes on threads; None: on CUDA only."""
+    """Run lanes on threads; None: on CUDA, and where blocks live on the disk."""
     allow_nonfinite_blocks: bool = False
     """Without clipping: go on after a block's gradient was not finite (its update is skipped)."""
     compile_backend: str | None = None
