@@ -35,7 +35,7 @@ from megatrain.planner import disk_use
 from megatrain.schedule import Span, occupancy
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.adamw_host import commit, cpu_name  # noqa: E402
+from benchmarks.adamw_host import commit, cpu_name
 
 RESULTS = Path(__file__).parent / "results" / "disk_tier.jsonl"
 NBYTES = 2**30

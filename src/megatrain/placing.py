@@ -183,19 +183,12 @@ def _with_disk(
     if not blocks:
         return plan, None
     plan = replace(plan, on_disk=blocks)
-    use = disk_use(
-        layouts,
-        plan,
-        DiskTier(
-            blocks=blocks,
-            path=budgets.disk_path,
-            gradient_dtype=gradient_dtype if plan.clip else None,
-        ),
-        gradient_dtype=gradient_dtype,
-        rates=disk_rates(budgets.disk_path),
-    )
-    check_disk(use, budget=budgets.scratch_bytes, allowed=budgets.disk is not None)
-    return plan, use
+    waiting = gradient_dtype if plan.clip else None
+    tier = DiskTier(blocks=blocks, path=budgets.disk_path, gradient_dtype=waiting)
+    nbytes = tier.nbytes(layouts)
+    check_disk(tier, nbytes, budget=budgets.scratch_bytes, allowed=budgets.disk is not None)
+    rates = disk_rates(tier.path, nbytes)
+    return plan, disk_use(layouts, plan, tier, gradient_dtype=gradient_dtype, rates=rates)
 
 
 def _beside_disk(rule: PlacementRule, placement: Placement, disk: DiskUse) -> Placement:

@@ -179,7 +179,7 @@ def test_a_disk_that_is_too_small_is_refused() -> None:
     # State and gradient, and again weights that are not on the device or in the ring by then.
     assert use.written_bytes == 2 * 14 * 2**20 <= use.read_bytes
     assert "state of 2 blocks; a step reads" in use.in_words()
-    check_disk(use, budget=use.nbytes, allowed=True)
+    check_disk(tier, use.nbytes, budget=use.nbytes, allowed=True)
     for allowed, found in ((True, "allowed by disk_memory"), (False, "free there")):
         with pytest.raises(UserError, match=f"28.00 MiB in /scratch.*state of 2 blocks.*{found}"):
-            check_disk(use, budget=use.nbytes - 1, allowed=allowed)
+            check_disk(tier, use.nbytes, budget=use.nbytes - 1, allowed=allowed)

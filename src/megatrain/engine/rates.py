@@ -44,14 +44,19 @@ def measure_rates(device: torch.device, *, host_threads: int | None) -> Rates:
     )
 
 
-def disk_rates(folder: Path) -> tuple[float, float]:
+def disk_rates(folder: Path, room: int) -> tuple[float, float]:
     """Bytes a second that are read and written by direct I/O, both at once.
+
+    Args:
+        folder: on the disk.
+        room: bytes that may be used there for the trial.
 
     Raises:
         UserError: if the directory cannot be written.
     """
-    file = ScratchFile(folder, 2 * DISK_BYTES)
-    memory = [HostSlab(DISK_BYTES, pin=False).take(DISK_BYTES).random_() for _ in "ab"]
+    nbytes = min(DISK_BYTES, HostSlab.rounded(room // 2))
+    file = ScratchFile(folder, 2 * nbytes)
+    memory = [HostSlab(nbytes, pin=False).take(nbytes).random_() for _ in "ab"]
     file.write([(0, memory[0])])  # what was never written is not read from the disk
 
     def seconds(call: Callable[[], None]) -> float:
@@ -62,11 +67,11 @@ def disk_rates(folder: Path) -> tuple[float, float]:
     with ThreadPoolExecutor(2) as pool:
         calls = (
             partial(file.read, [(0, memory[0])]),
-            partial(file.write, [(DISK_BYTES, memory[1])]),
+            partial(file.write, [(nbytes, memory[1])]),
         )
         read_s, write_s = pool.map(seconds, calls)
     file.close()
-    return DISK_BYTES / read_s, DISK_BYTES / write_s
+    return nbytes / read_s, nbytes / write_s
 
 
 def host_update_rate(host_threads: int | None = None) -> float:

@@ -109,21 +109,22 @@ def disk_use(
     )
 
 
-def check_disk(use: DiskUse, *, budget: int, allowed: bool) -> None:
+def check_disk(tier: DiskTier, nbytes: int, *, budget: int, allowed: bool) -> None:
     """Refuse what the disk cannot hold.
 
     Args:
-        use: of the run.
+        tier: of the run.
+        nbytes: of scratch space.
         budget: bytes.
         allowed: whether `disk_memory` says so, or that is what is free.
 
     Raises:
         UserError: naming both.
     """
-    if use.nbytes > budget:
+    if nbytes > budget:
         raise UserError(
-            asked=f"{format_bytes(use.nbytes)} in {use.tier.path}, for the state of"
-            f" {len(use.tier.blocks)} blocks that host memory has no room for",
+            asked=f"{format_bytes(nbytes)} in {tier.path}, for the state of"
+            f" {len(tier.blocks)} blocks that host memory has no room for",
             found=f"{format_bytes(budget)} {'allowed by disk_memory' if allowed else 'free there'}",
             change="make room, raise disk_memory or host_memory, or choose another disk_path",
         )
