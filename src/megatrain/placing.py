@@ -186,7 +186,8 @@ def _with_disk(
     waiting = gradient_dtype if plan.clip else None
     tier = DiskTier(blocks=blocks, path=budgets.disk_path, gradient_dtype=waiting)
     nbytes = tier.nbytes(layouts)
-    check_disk(tier, nbytes, budget=budgets.scratch_bytes, allowed=budgets.disk is not None)
+    room = budgets.scratch_bytes
+    check_disk(tier, nbytes, budget=room, allowed=room == budgets.disk)
     rates = disk_rates(tier.path, nbytes)
     return plan, disk_use(layouts, plan, tier, gradient_dtype=gradient_dtype, rates=rates)
 

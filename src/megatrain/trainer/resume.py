@@ -42,7 +42,7 @@ class Resumption:
     state: TrainingState
 
     def load(
-        self, run: PreparedRun, *, resident: frozenset[int], disk: DiskTier | None
+        self, run: PreparedRun, *, resident: frozenset[int], disk: DiskTier | None = None
     ) -> BlockStore:
         """The state of every block, one at a time.
 
