@@ -17,6 +17,8 @@ from megatrain.masters import join_master, split_master
 from megatrain.memory.slab import HostSlab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
+STREAM_SLOTS = 2
+"""Layers on the device at a time where a model is only read: one at work, one on its way."""
 STATE = (Purpose.WEIGHT, Purpose.RESIDUAL, Purpose.EXP_AVG, Purpose.EXP_AVG_SQ)
 
 
