@@ -103,4 +103,5 @@ def chat(
             ids = prompt_ids(tokenizer, turn)
             check_prompt(ids, turn.place, decoding, max_positions=positions)
             (completion,) = generator.complete([ids], write)
+            write("\n")
             messages.append({"role": "assistant", "content": completion.text})

@@ -82,7 +82,7 @@ def test_a_conversation_goes_on_with_all_that_was_said(workspace: Path) -> None:
     first = expected(tokens_of(text), stop=[EOS, END_OF_TURN])
     text += f"{first}<|im_end|>\n<|im_start|>user\nAnd you?<|im_end|>\n<|im_start|>assistant\n"
     second = expected(tokens_of(text), stop=[EOS, END_OF_TURN])
-    assert found == first + second
+    assert found == f"{first}\n{second}\n"
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,8 @@ def test_more_rows_a_step_are_told_where_they_help() -> None:
     ("arguments", "says"),
     [
         (["--gpu", "GTX 1080"], "no such GPU here"),
+        (["--gpu", "8x H100"], "no such GPU here"),
+        (["--gpu", "H100,RTX-4090"], "no such GPU here"),
         (["--gpu", "H100", "--gpu-memory", "lots"], "not a size"),
         (["--gpu", "H100", "--host-memory", "12 elephants"], "not a size"),
         ([], "name one with --gpu"),

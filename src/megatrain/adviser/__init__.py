@@ -5,6 +5,7 @@ allocates; activations and times are estimates (`planner.estimate` says how good
 """
 
 import json
+import re
 from collections.abc import Callable
 
 import torch
@@ -99,7 +100,8 @@ def _tell(
 def _chosen(name: str | None) -> Gpu:
     if name is None:
         return this_gpu()
-    found = find_gpu(name)
+    several = re.search(r"[,;+]|\b\d+ *x\b", name, re.IGNORECASE)  # one only, or all compared
+    found = None if several else find_gpu(name)
     if found is None:
         raise UserError(
             asked=f"--gpu {name}", found="no such GPU here", change=f"use one of {', '.join(GPUS)}"

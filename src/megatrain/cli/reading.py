@@ -203,7 +203,7 @@ def converse(
 
 def _read_turn() -> str | None:
     """A line of the user's; its end is the assistant's turn."""
-    typer.echo("\n> ", nl=False, err=True)
+    typer.echo("> ", nl=False, err=True)
     return sys.stdin.readline().strip() or None
 
 

@@ -13,10 +13,8 @@ from torch import Tensor
 
 from megatrain.layout import Purpose
 from megatrain.memory import BlockStore, segment_views
-from megatrain.memory.store import param_views
+from megatrain.memory.store import STREAM_SLOTS, param_views
 from megatrain.models import BlockModel
-
-SLOTS = 2
 
 
 class LayerStream:
@@ -33,9 +31,11 @@ class LayerStream:
         self._layers = range(1, model.num_layers + 1)
         self._streamed = [block for block in self._layers if block not in store.resident]
         size = max((store.layouts[b].nbytes(Purpose.WEIGHT) for b in self._streamed), default=0)
-        self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
-        self._held: list[int | None] = [None] * SLOTS
-        self._arrived: list[torch.cuda.Event | None] = [None] * SLOTS
+        self._slots = [
+            torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(STREAM_SLOTS)
+        ]
+        self._held: list[int | None] = [None] * STREAM_SLOTS
+        self._arrived: list[torch.cuda.Event | None] = [None] * STREAM_SLOTS
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def weights(self, block: int) -> dict[str, Tensor]:

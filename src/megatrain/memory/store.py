@@ -19,6 +19,8 @@ from megatrain.memory.disk import DiskBlocks, DiskTier
 from megatrain.memory.slab import HostSlab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
+STREAM_SLOTS = 2
+"""Layers on the device at a time where a model is only read: one at work, one on its way."""
 
 
 def segment_views(

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from megatrain.layout import BlockLayout, Purpose
+from megatrain.memory.store import STREAM_SLOTS
 
 WEIGHT_SHARE = 0.7
 """Of the GPU's free memory, for weights; the rest is for activations, logits, keys and values."""
-STREAM_SLOTS = 2
-"""Layers that are on their way, or at work."""
 
 
 def resident_weights(
