@@ -3,7 +3,7 @@
     python benchmarks/checkpoint_cost.py configs/shapes/llama-50m --steps 12 --save-steps 4
 
 Trains a shape with random weights on random text, with asynchronous checkpoints, then goes on from
-the last one in a process of its own.  Appends one JSON line to
+the last one in a process of its own (`--no-resume`: not that).  Appends one JSON line to
 benchmarks/results/checkpoint_cost.jsonl: for each checkpoint its bytes and seconds, for how long
 training waited and for how long it was expected to, and the peak of this process's private memory
 during saves and while a checkpoint is loaded.
@@ -70,7 +70,7 @@ def make_folder(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "per_device_train_batch_size": arguments.micro_rows,
         "gradient_accumulation_steps": arguments.rows // arguments.micro_rows,
         "max_steps": arguments.steps,
-        "save_steps": arguments.save_steps,
+        "save_steps": arguments.steps if arguments.save_once else arguments.save_steps,
         "save_total_limit": 1,
         "max_grad_norm": arguments.max_grad_norm,
         "lr_scheduler_type": "constant",
@@ -82,14 +82,27 @@ def make_folder(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return keys
 
 
-def train(keys: dict[str, Any]) -> dict[str, Any]:
-    """Figures of one run."""
+def train(keys: dict[str, Any], save_once: int | None = None) -> dict[str, Any]:
+    """Figures of one run.
+
+    With `save_once` a checkpoint after that step is measured; the disk may have no room for another
+    one beside it at the end.
+    """
+    from transformers import TrainerCallback, TrainerControl, TrainerState
+
     from megatrain.config import make_config
+    from megatrain.errors import UserError
     from megatrain.trainer import Trainer
     from megatrain.trainer.loop import Loop
 
+    class SaveOnce(TrainerCallback):
+        def on_step_end(
+            self, args: Any, state: TrainerState, control: TrainerControl, **rest: Any
+        ) -> None:
+            control.should_save = control.should_save or state.global_step == save_once
+
     memory, seen = PrivateMemory(), dict[str, Any]()
-    trainer = Trainer(make_config(keys)[0])
+    trainer = Trainer(make_config(keys)[0], callbacks=[SaveOnce])
     load, steps = trainer._load_weights, Loop.steps
 
     def measured_load(*parts: Any) -> Any:
@@ -108,7 +121,11 @@ def train(keys: dict[str, Any]) -> dict[str, Any]:
     trainer._load_weights = measured_load  # type: ignore[method-assign]
     Loop.steps = measured_steps  # type: ignore[method-assign]
     began = time.perf_counter()
-    trainer.train()
+    try:
+        trainer.train()
+    except UserError as error:
+        if save_once is None or "checkpoint" not in str(error):
+            raise
     seen["train_s"] = time.perf_counter() - began
     seen["checkpoint_memory_bytes"] = trainer.run.memory.checkpoint
     seen["params"] = trainer.model.num_params
@@ -118,12 +135,25 @@ def train(keys: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
+def go_on(arguments: argparse.Namespace, keys: dict[str, Any]) -> dict[str, Any]:
+    """Figures of one more step from the last checkpoint, in a process of its own."""
+    more = keys | {"max_steps": arguments.steps + 1, "resume_from_checkpoint": "auto"}
+    command = [sys.executable, __file__, str(arguments.shape), "--resume-with", json.dumps(more)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    resumed = [line for line in done.stdout.splitlines() if line.startswith("RESUMED ")]
+    if not resumed:
+        sys.exit(done.stdout + done.stderr)
+    return dict(json.loads(resumed[0].removeprefix("RESUMED ")))
+
+
 def main() -> None:
     """Train and save, then load in another process; print, record."""
     parser = argparse.ArgumentParser(description="Measure what checkpoints cost.")
     parser.add_argument("shape", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--save-steps", type=int, default=4)
+    parser.add_argument("--save-once", type=int, help="A step; then no regular ones.")
+    parser.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--micro-rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=128)
@@ -140,16 +170,9 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         keys = make_folder(arguments, Path(scratch))
-        row: dict[str, Any] = {"shape": str(arguments.shape)} | train(keys)
-        more = keys | {"max_steps": arguments.steps + 1, "resume_from_checkpoint": "auto"}
-        command = [sys.executable, __file__, str(arguments.shape)]
-        done = subprocess.run(
-            [*command, "--resume-with", json.dumps(more)], capture_output=True, text=True
-        )
-        resumed = [line for line in done.stdout.splitlines() if line.startswith("RESUMED ")]
-        if not resumed:
-            sys.exit(done.stdout + done.stderr)
-        row["resumed"] = json.loads(resumed[0].removeprefix("RESUMED "))
+        row: dict[str, Any] = {"shape": str(arguments.shape)} | train(keys, arguments.save_once)
+        if arguments.resume:
+            row["resumed"] = go_on(arguments, keys)
     row |= {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     print(json.dumps(row, indent=1))
     with arguments.results.open("a") as file:
