@@ -21,6 +21,7 @@ from torch import Tensor
 from megatrain.data import Row
 from megatrain.engine import Engine, EngineOptions, StepResult, choose_device, cross_entropy
 from megatrain.engine.meter import GpuMeter
+from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.active import flops_per_token
@@ -38,6 +39,8 @@ class BenchOptions:
 
     model: str
     """Directory with a config.json; weights are not read."""
+    layers: int | None = None
+    """Of the model's decoder layers only the first so many; None for all."""
     rows: int = 32
     length: int = 1024
     """Rows of an optimizer step, and tokens of a row."""
@@ -69,7 +72,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     """
     device = choose_device(options.device)
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    config = read_config(Path(options.model))
+    config = _shape(options)
     model = split_model(build_on_meta(config, compute_dtype=dtype), compute_dtype=dtype)
     engine_options = EngineOptions(
         micro_batch_rows=options.micro_rows,
@@ -107,6 +110,21 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     engine.close()
     store.close()
     return row
+
+
+def _shape(options: BenchOptions) -> Any:
+    """The config, cut to `layers` if they are given."""
+    config = read_config(Path(options.model))
+    if options.layers is None:
+        return config
+    depth = config.get_text_config(decoder=True).num_hidden_layers
+    if options.layers > depth:
+        raise UserError(
+            asked=f"--layers {options.layers}",
+            found=f"{options.model} has {depth}",
+            change="give at most as many",
+        )
+    return read_config(Path(options.model), overrides={"num_hidden_layers": options.layers})
 
 
 def _random_weights(
@@ -181,6 +199,7 @@ def _figures(
         "what": "bench",
         "model": Path(options.model).name,
         "parameters": model.num_params,
+        "layers": len(model.blocks) - 2,
         "rows": options.rows,
         "length": options.length,
         "micro_rows": options.micro_rows,

@@ -146,9 +146,16 @@ def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
         (["--gpu-memory", "much"], "gpu_memory: 'much' is not a size"),
         (["--output", "/proc/o.jsonl"], "no way to write there"),
         (["--host-memory", "1MiB"], "allowed by host_memory"),
+        (["--layers", "99"], "models/shape has 2"),
     ]:
         with pytest.raises(UserError, match=message):
             run("bench", *arguments, *wrong)
+
+
+def test_bench_takes_only_the_first_layers(workspace: Path) -> None:
+    arguments = ["models/shape", "--layers", "1", "--rows", "1", "--length", "16"]
+    run("bench", *arguments, "--steps", "1", "--warmup-steps", "0", "--output", "o.jsonl")
+    assert json.loads(Path("o.jsonl").read_text())["layers"] == 1
 
 
 def test_the_demo_config_is_valid() -> None:

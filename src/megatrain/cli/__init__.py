@@ -83,6 +83,9 @@ def plot(
 @app.command()
 def bench(
     model: Annotated[str, typer.Argument(help="Directory with a config.json; no weights needed.")],
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Only the first so many layers, if all do not fit.")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 32,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
     micro_rows: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
@@ -109,6 +112,7 @@ def bench(
 
     options = BenchOptions(
         model=model,
+        layers=layers,
         rows=rows,
         length=length,
         micro_rows=micro_rows,
