@@ -21,6 +21,7 @@ from megatrain.checkpoint import (
     save_model,
 )
 from megatrain.checkpoint.contents import STATE_FOLDER, STATE_PURPOSES, state_file, state_name
+from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.checkpoint.tensors import TensorFiles
 from megatrain.engine import Engine, EngineOptions
 from megatrain.layout import BlockLayout, ParamSpec, Purpose
@@ -162,6 +163,68 @@ def test_with_room_for_all_nothing_waits_for_the_disk(tmp_path: Path) -> None:
     made.join()
     assert made.error is None
     assert same_bits(written(engine, tmp_path / "at"), expected)
+
+
+class SlowDisk(Disk):
+    """Takes so many bytes a second, whatever the machine's own disk does."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+
+    def create(self, path: Path) -> DiskFile:
+        return _SlowFile(path, self._bytes_per_s)
+
+
+class _SlowFile(DiskFile):
+    def __init__(self, path: Path, bytes_per_s: float) -> None:
+        super().__init__(path)
+        self._bytes_per_s = bytes_per_s
+
+    def write(self, data: Data) -> None:
+        ends = time.perf_counter() + memoryview(data).nbytes / self._bytes_per_s
+        super().write(data)
+        time.sleep(max(0.0, ends - time.perf_counter()))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 1.2])
+@pytest.mark.parametrize("num_lanes", [1, 2])
+def test_training_waits_as_long_as_is_predicted(
+    share: float, num_lanes: int, tmp_path: Path
+) -> None:
+    """Blocks are overwritten at once, by one lane or by two: max(0, bytes - pool) / rate.
+
+    The rate is that of the whole save, which has the machine's own disk in it too.
+    """
+    engine = engine_of()
+    engine.step(ROWS[0], learning_rate=1e-2)
+    engine.flush()
+    contents = contents_of(engine)
+    folder = tmp_path / "at"
+    (folder / STATE_FOLDER).mkdir(parents=True)
+    pool = BufferPool(round(share * contents.nbytes), pin=False)
+    made = Snapshot(
+        contents=contents,
+        weights=engine.store.weights,
+        store=engine.store,
+        files=TensorFiles(SlowDisk(contents.nbytes / 1.5), folder, contents.files),
+        pool=pool,
+        complete=lambda: "",
+        undo=lambda: None,
+    )
+
+    def lane(number: int) -> None:
+        for block in contents.order[number::num_lanes]:
+            made.guard(block)
+
+    lanes = [threading.Thread(target=lane, args=(number,)) for number in range(num_lanes)]
+    for each in lanes:
+        each.start()
+    for each in lanes:
+        each.join()
+    made.join()
+    expected = max(0, contents.nbytes - pool.nbytes) / contents.nbytes * made.seconds
+    # 5 %: a buffer is free again only when all of it is written.
+    assert made.waited_s == pytest.approx(expected, rel=0.1, abs=0.05 * made.seconds)
 
 
 @pytest.mark.parametrize("what", ["create", "write", "close"])

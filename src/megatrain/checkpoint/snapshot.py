@@ -81,7 +81,9 @@ class Snapshot:
         self._ended = threading.Event()
         self._began = time.perf_counter()
         self.waited_s = 0.0
-        """Of lanes that wanted to overwrite a block before it was copied."""
+        """Until a block was copied that a lane wanted to overwrite; while several wait, once."""
+        self._waiting, self._waiting_since = 0, 0.0
+        self._lock = threading.Lock()
         self.seconds = 0.0
         """Until it had its name."""
         self.error: BaseException | None = None
@@ -93,10 +95,22 @@ class Snapshot:
 
     def guard(self, block: int) -> None:
         """Return when the block may be overwritten; called from the lane that will."""
-        if not self._copied[block].is_set():
-            began = time.perf_counter()
-            self._copied[block].wait()
-            self.waited_s += time.perf_counter() - began
+        if self._copied[block].is_set():
+            return
+        with self._lock:
+            if not self._waiting:
+                self._waiting_since = time.perf_counter()
+            self._waiting += 1
+        self._copied[block].wait()
+        with self._lock:
+            self._waiting -= 1
+            if not self._waiting:
+                self.waited_s += time.perf_counter() - self._waiting_since
+
+    @property
+    def running_s(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._began
 
     @property
     def ended(self) -> bool:

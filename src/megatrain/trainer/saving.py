@@ -48,8 +48,9 @@ class SaveFigures:
     def in_words(self) -> str:
         """One line for a person."""
         return (
-            f"checkpoint-{self.step}: {format_bytes(self.nbytes)} in {self.seconds:.1f} s, training"
-            f" waited {self.waited_s:.1f} s ({self.expected_wait_s:.1f} s expected)"
+            f"checkpoint-{self.step}: {format_bytes(self.nbytes)} in {self.seconds:.1f} s"
+            f" ({self.nbytes / self.seconds / 1e9:.2f} GB/s), training waited {self.waited_s:.1f} s"
+            f" ({self.expected_wait_s:.1f} s expected)"
         )
 
     def row(self) -> dict[str, Any]:
@@ -131,6 +132,9 @@ class Saver:
         if self._writer is None:
             return
         began = time.perf_counter()
+        hold_up_s = 0.0
+        if self._snapshot is not None and not self._snapshot.ended:
+            hold_up_s = max(0.0, self.save_s - self._snapshot.running_s)
         self.wait()
         if self._step == progress.step:
             return
@@ -150,7 +154,8 @@ class Saver:
         step_s = statistics.median(self._durations) if self._durations else 0.0
         beyond = self._writer.nbytes - self._writer.pool.nbytes
         last = progress.step == self._run.total_steps  # nothing is overwritten any more
-        self._expected_s = 0.0 if last else max(0.0, beyond / self._rate - step_s)
+        copying_s = 0.0 if last else max(0.0, beyond / self._rate - step_s)
+        self._expected_s = hold_up_s + copying_s
 
     def _state(self, progress: Progress) -> TrainingState:
         config, run, engine = self._config, self._run, self._engine
