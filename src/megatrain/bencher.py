@@ -103,6 +103,8 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     engine = Engine(
         model, store, plan.options, device=device, loss=cross_entropy, programs=plan.programs
     )
+    for notice in engine.take_notices():
+        say(notice)
     seconds, results, spans = _steps(engine, options, say, meter)
     row = _figures(options, model, plan, seconds, results, spans, meter)
     if options.trace is not None:

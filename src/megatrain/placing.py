@@ -20,13 +20,14 @@ from megatrain.planner import (
     MemoryNeed,
     Placement,
     PlacementRule,
+    available_host_bytes,
     blocks_on_disk,
     check_disk,
     check_fits,
     disk_use,
+    host_memory,
     memory_need,
 )
-from megatrain.planner.fit import available_host_bytes
 from megatrain.schedule import Footprint, StepPlan
 from megatrain.units import format_bytes
 
@@ -73,12 +74,15 @@ class RunPlan:
     """None on the CPU, where everything is in one memory."""
     disk: DiskUse | None = None
     """None if nothing lives there."""
+    notice: str | None = None
+    """What a user should hear of host memory; None if there is nothing to say."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
         others = (self.placement, self.disk)
-        return "\n".join([host, *(each.in_words() for each in others if each is not None)])
+        words = [each.in_words() for each in others if each is not None]
+        return "\n".join([host, *words, *filter(None, [self.notice])])
 
     @property
     def resident(self) -> frozenset[int]:
@@ -140,10 +144,7 @@ def plan_run(
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
-        plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
-        need = _need(model, options, plan, budgets)
-        check_fits(need, budget=budgets.host, device_free=None)
-        return RunPlan(options=options, programs=programs, need=need, placement=None, disk=disk)
+        return _plan_on_cpu(model, options, programs, budgets)
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
@@ -161,7 +162,45 @@ def plan_run(
         placement = _beside_disk(rule, placement, disk)
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
-    return RunPlan(options=options, programs=programs, need=need, placement=placement, disk=disk)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=placement,
+        disk=disk,
+        notice=more_than_there_is(need.host_total),
+    )
+
+
+def _plan_on_cpu(
+    model: BlockModel, options: EngineOptions, programs: Programs, budgets: Budgets
+) -> RunPlan:
+    """Nothing is placed: slots take host memory too, and activations are not counted."""
+    plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
+    need = _need(model, options, plan, budgets)
+    check_fits(need, budget=budgets.host, device_free=None)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=None,
+        disk=disk,
+        notice=more_than_there_is(need.host_total + need.device_slots),
+    )
+
+
+def more_than_there_is(nbytes: int, root: Path = Path("/")) -> str | None:
+    """What to say of a run that `host_memory` allows, and for which this much is not to be seen.
+
+    It is not refused: a virtual machine may be given its memory only as it uses it.
+    """
+    there = host_memory(root)
+    if nbytes <= there.nbytes:
+        return None
+    return (
+        f"note: {format_bytes(nbytes)} of host memory, and {format_bytes(there.nbytes)}"
+        f" {there.in_words()} now: if no more comes while the run takes it, the system will kill it"
+    )
 
 
 def _with_disk(

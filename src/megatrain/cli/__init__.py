@@ -225,13 +225,16 @@ def env() -> None:
     import psutil
     import torch
 
+    from megatrain.planner import host_memory
+
     typer.echo(f"megatrain {__version__}")
     for name in ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy"):
         typer.echo(f"{name} {metadata.version(name)}")
-    memory = psutil.virtual_memory()
+    memory, there = psutil.virtual_memory(), host_memory()
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     typer.echo(f"cores {os.cpu_count()}")
-    typer.echo(f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} free")
+    left = f"{format_bytes(there.nbytes)} {there.in_words()}"
+    typer.echo(f"memory {format_bytes(memory.total)}, of which {left}")
     if not torch.cuda.is_available():
         typer.echo("GPU none")
     for index in range(torch.cuda.device_count()):

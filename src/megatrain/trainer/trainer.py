@@ -175,6 +175,8 @@ class Trainer:
             report = self._reporter(console, matmul)
             saver = Saver(config=config, run=run, writer=writer, engine=engine, report=report)
             report.note(self._summary(plan, saver))
+            for notice in engine.take_notices():  # such as of page-locking that was refused
+                report.note(notice)
             record = RunRecord(output.path, continues=self.continues, note=report.note)
             record.begin(config, run, plan, step=self.progress.step)
             if self.continues:
