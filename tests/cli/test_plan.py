@@ -145,7 +145,12 @@ def test_bad_input_is_one_error(
         plan(SMALL, *arguments)
 
 
-def test_no_language_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(UserError, match="causal"):
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("vit", "causal"), ("t5", "causal"), ("clip", "causal"), ("elephant", "no usable config")],
+)
+def test_no_language_model_is_refused(kind: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError, match=says) as refused:
         plan(tmp_path, "--gpu", "H100")
+    assert "\n" not in str(refused.value)
