@@ -21,12 +21,13 @@ from megatrain.planner import (
     Placement,
     PlacementRule,
     available_host_bytes,
-    blocks_on_disk,
     check_disk,
     check_fits,
     disk_use,
     host_memory,
     memory_need,
+    tier_for,
+    with_disk,
 )
 from megatrain.schedule import Footprint, StepPlan
 from megatrain.units import format_bytes
@@ -159,7 +160,8 @@ def plan_run(
     options = replace(options, saved=placement.saved, spill=placement.spill)
     plan, disk = _with_disk(model, options, rule.laid_out(placement), budgets, has_gpu=True)
     if disk is not None:
-        placement = _beside_disk(rule, placement, disk)
+        rule = with_disk(rule, disk)
+        placement = rule.simulated(replace(placement, on_disk=disk.tier.blocks))
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
     return RunPlan(
@@ -213,33 +215,21 @@ def _with_disk(
     beside = budgets.checkpoint + (0 if has_gpu else need.device_slots)
     layouts = [block.layout for block in model.blocks]
     gradient_dtype = check_options(model, options)
-    blocks = blocks_on_disk(
+    tier = tier_for(
         layouts,
         plan,
         gradient_dtype=gradient_dtype,
         host_budget=(budgets.host or available_host_bytes()) - beside,
+        path=budgets.disk_path,
     )
-    if not blocks:
+    if tier is None:
         return plan, None
-    plan = replace(plan, on_disk=blocks)
-    waiting = gradient_dtype if plan.clip else None
-    tier = DiskTier(blocks=blocks, path=budgets.disk_path, gradient_dtype=waiting)
+    plan = replace(plan, on_disk=tier.blocks)
     nbytes = tier.nbytes(layouts)
     room = budgets.scratch_bytes
     check_disk(tier, nbytes, budget=room, allowed=room == budgets.disk)
     rates = disk_rates(tier.path, nbytes)
     return plan, disk_use(layouts, plan, tier, gradient_dtype=gradient_dtype, rates=rates)
-
-
-def _beside_disk(rule: PlacementRule, placement: Placement, disk: DiskUse) -> Placement:
-    """The placement with these blocks on the disk, and how long a step takes then."""
-    rates = replace(
-        rule.footprint.rates,
-        disk_read_bytes_per_s=disk.read_bytes_per_s,
-        disk_write_bytes_per_s=disk.write_bytes_per_s,
-    )
-    rule = replace(rule, footprint=replace(rule.footprint, rates=rates))
-    return rule.simulated(replace(placement, on_disk=disk.tier.blocks))
 
 
 def placement_rule(

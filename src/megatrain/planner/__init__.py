@@ -1,6 +1,13 @@
 """What a run will need, before anything is allocated."""
 
-from megatrain.planner.disk import DiskUse, blocks_on_disk, check_disk, disk_use
+from megatrain.planner.disk import (
+    DiskUse,
+    blocks_on_disk,
+    check_disk,
+    disk_use,
+    tier_for,
+    with_disk,
+)
 from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
 from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
 from megatrain.planner.inference import resident_weights
@@ -20,4 +27,6 @@ __all__ = [
     "host_memory",
     "memory_need",
     "resident_weights",
+    "tier_for",
+    "with_disk",
 ]
