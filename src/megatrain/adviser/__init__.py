@@ -56,12 +56,8 @@ def plan_run_of(
     Raises:
         UserError: for a GPU or a model that is not known.
     """
-    if disk_rate is not None and disk_memory is None:
-        raise UserError(asked="--disk-rate", found="no disk", change="give --disk-memory too")
     every = gpu is not None and gpu.lower() == "all"
-    if every and disk_memory is not None and disk_rate is None:
-        found = "a disk whose rate is not known"
-        raise UserError(asked="--gpu all", found=found, change="give --disk-rate too")
+    _check_disk(disk_memory, disk_rate, every=every)
     question = Question(
         model=model,
         rows=rows,
@@ -79,6 +75,15 @@ def plan_run_of(
     if every:
         return compare(adviser, question, tokens, say)
     return _tell(adviser, question, tokens, say, as_json=as_json)
+
+
+def _check_disk(disk_memory: int | None, disk_rate: int | None, *, every: bool) -> None:
+    """A rate needs a disk; a comparison needs times."""
+    if disk_rate is not None and disk_memory is None:
+        raise UserError(asked="--disk-rate", found="no disk", change="give --disk-memory too")
+    if every and disk_memory is not None and disk_rate is None:
+        found = "a disk whose rate is not known"
+        raise UserError(asked="--gpu all", found=found, change="give --disk-rate too")
 
 
 def _tell(
