@@ -52,6 +52,9 @@ class BenchOptions:
     gpu_memory: int | None = None
     host_memory: int | None = None
     """Budgets in bytes; None for what is free."""
+    disk_path: Path | None = None
+    disk_memory: int | None = None
+    """For state that the host has no room for, and bytes there; None for no disk, and all of it."""
     place: str = "auto"
     """auto; host: everything is streamed and recomputed; device: all state on the device, and
     everything recomputed."""
@@ -80,7 +83,12 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         compile_backend="inductor" if options.compile and device.type == "cuda" else None,
         length_multiple=options.length,
     )
-    budgets = Budgets(gpu=options.gpu_memory, host=options.host_memory)
+    budgets = Budgets(
+        gpu=options.gpu_memory,
+        host=options.host_memory,
+        disk_path=options.disk_path,
+        disk=options.disk_memory,
+    )
     check_options_and_memory(model, engine_options, device=device, budgets=budgets)
     meter = GpuMeter(device)
     plan = plan_run(
@@ -99,10 +107,13 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         _random_weights(model, device),
         device=device,
         resident=plan.resident,
+        disk=plan.tier,
     )
     engine = Engine(
         model, store, plan.options, device=device, loss=cross_entropy, programs=plan.programs
     )
+    for notice in engine.take_notices():
+        say(notice)
     seconds, results, spans = _steps(engine, options, say, meter)
     row = _figures(options, model, plan, seconds, results, spans, meter)
     if options.trace is not None:
@@ -222,6 +233,7 @@ def _figures(
         "spilled_layers": len(plan.options.spill.blocks) if plan.options.spill else 0,
         "predicted_device_bytes": None if placement is None else placement.device_bytes,
         "host_bytes": plan.need.host,
+        "disk": None if plan.disk is None else plan.disk.figures(),
         "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "first_loss": results[0].loss,
         "last_loss": results[-1].loss,

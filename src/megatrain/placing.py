@@ -20,13 +20,15 @@ from megatrain.planner import (
     MemoryNeed,
     Placement,
     PlacementRule,
-    blocks_on_disk,
+    available_host_bytes,
     check_disk,
     check_fits,
     disk_use,
+    host_memory,
     memory_need,
+    tier_for,
+    with_disk,
 )
-from megatrain.planner.fit import available_host_bytes
 from megatrain.schedule import Footprint, StepPlan
 from megatrain.units import format_bytes
 
@@ -73,12 +75,15 @@ class RunPlan:
     """None on the CPU, where everything is in one memory."""
     disk: DiskUse | None = None
     """None if nothing lives there."""
+    notice: str | None = None
+    """What a user should hear of host memory; None if there is nothing to say."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
         others = (self.placement, self.disk)
-        return "\n".join([host, *(each.in_words() for each in others if each is not None)])
+        words = [each.in_words() for each in others if each is not None]
+        return "\n".join([host, *words, *filter(None, [self.notice])])
 
     @property
     def resident(self) -> frozenset[int]:
@@ -140,10 +145,7 @@ def plan_run(
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
-        plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
-        need = _need(model, options, plan, budgets)
-        check_fits(need, budget=budgets.host, device_free=None)
-        return RunPlan(options=options, programs=programs, need=need, placement=None, disk=disk)
+        return _plan_on_cpu(model, options, programs, budgets)
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
@@ -158,10 +160,49 @@ def plan_run(
     options = replace(options, saved=placement.saved, spill=placement.spill)
     plan, disk = _with_disk(model, options, rule.laid_out(placement), budgets, has_gpu=True)
     if disk is not None:
-        placement = _beside_disk(rule, placement, disk)
+        rule = with_disk(rule, disk)
+        placement = rule.simulated(replace(placement, on_disk=disk.tier.blocks))
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
-    return RunPlan(options=options, programs=programs, need=need, placement=placement, disk=disk)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=placement,
+        disk=disk,
+        notice=more_than_there_is(need.host_total),
+    )
+
+
+def _plan_on_cpu(
+    model: BlockModel, options: EngineOptions, programs: Programs, budgets: Budgets
+) -> RunPlan:
+    """Nothing is placed: slots take host memory too, and activations are not counted."""
+    plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
+    need = _need(model, options, plan, budgets)
+    check_fits(need, budget=budgets.host, device_free=None)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=None,
+        disk=disk,
+        notice=more_than_there_is(need.host_total + need.device_slots),
+    )
+
+
+def more_than_there_is(nbytes: int, root: Path = Path("/")) -> str | None:
+    """What to say of a run that `host_memory` allows, and for which this much is not to be seen.
+
+    It is not refused: a virtual machine may be given its memory only as it uses it.
+    """
+    there = host_memory(root)
+    if nbytes <= there.nbytes:
+        return None
+    return (
+        f"note: {format_bytes(nbytes)} of host memory, and {format_bytes(there.nbytes)}"
+        f" {there.in_words()} now: if no more comes while the run takes it, the system will kill it"
+    )
 
 
 def _with_disk(
@@ -174,33 +215,21 @@ def _with_disk(
     beside = budgets.checkpoint + (0 if has_gpu else need.device_slots)
     layouts = [block.layout for block in model.blocks]
     gradient_dtype = check_options(model, options)
-    blocks = blocks_on_disk(
+    tier = tier_for(
         layouts,
         plan,
         gradient_dtype=gradient_dtype,
         host_budget=(budgets.host or available_host_bytes()) - beside,
+        path=budgets.disk_path,
     )
-    if not blocks:
+    if tier is None:
         return plan, None
-    plan = replace(plan, on_disk=blocks)
-    waiting = gradient_dtype if plan.clip else None
-    tier = DiskTier(blocks=blocks, path=budgets.disk_path, gradient_dtype=waiting)
+    plan = replace(plan, on_disk=tier.blocks)
     nbytes = tier.nbytes(layouts)
     room = budgets.scratch_bytes
     check_disk(tier, nbytes, budget=room, allowed=room == budgets.disk)
     rates = disk_rates(tier.path, nbytes)
     return plan, disk_use(layouts, plan, tier, gradient_dtype=gradient_dtype, rates=rates)
-
-
-def _beside_disk(rule: PlacementRule, placement: Placement, disk: DiskUse) -> Placement:
-    """The placement with these blocks on the disk, and how long a step takes then."""
-    rates = replace(
-        rule.footprint.rates,
-        disk_read_bytes_per_s=disk.read_bytes_per_s,
-        disk_write_bytes_per_s=disk.write_bytes_per_s,
-    )
-    rule = replace(rule, footprint=replace(rule.footprint, rates=rates))
-    return rule.simulated(replace(placement, on_disk=disk.tier.blocks))
 
 
 def placement_rule(

@@ -1,6 +1,7 @@
 """Sizes and their units."""
 
 import re
+from fractions import Fraction
 
 UNITS = {
     "": 1,
@@ -21,7 +22,7 @@ UNITS = {
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "24GiB", "24G" (the same), "24000MB" or a plain number.
+    """Bytes of "24GiB", "24G" (the same), "24000MB" or a plain number, exact and rounded down.
 
     Raises:
         ValueError: for anything else.
@@ -29,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in UNITS:
         raise ValueError(f"'{text}' is not a size such as 24GiB or 24000MB")
-    return int(float(match[1]) * UNITS[match[2].upper()])
+    return int(Fraction(match[1]) * UNITS[match[2].upper()])
 
 
 def format_bytes(nbytes: float) -> str:

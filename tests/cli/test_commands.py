@@ -147,6 +147,8 @@ def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
         (["--output", "/proc/o.jsonl"], "no way to write there"),
         (["--host-memory", "1MiB"], "allowed by host_memory"),
         (["--layers", "99"], "models/shape has 2"),
+        (["--disk-memory", "1MiB"], "give --disk-path too"),
+        (["--disk-path", "nowhere"], "no such directory"),
     ]:
         with pytest.raises(UserError, match=message):
             run("bench", *arguments, *wrong)

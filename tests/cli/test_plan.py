@@ -135,6 +135,8 @@ def test_more_rows_a_step_are_told_where_they_help() -> None:
         (["--gpu", "H100", "--gpu-memory", "lots"], "not a size"),
         (["--gpu", "H100", "--host-memory", "12 elephants"], "not a size"),
         ([], "name one with --gpu"),
+        (["--gpu", "H100", "--disk-rate", "3GB"], "give --disk-memory too"),
+        (["--gpu", "all", "--disk-memory", "1TB"], "give --disk-rate too"),
     ],
 )
 def test_bad_input_is_one_error(
@@ -145,7 +147,51 @@ def test_bad_input_is_one_error(
         plan(SMALL, *arguments)
 
 
-def test_no_language_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(UserError, match="causal"):
+SHORT = [SHAPES / "qwen2.5-7b", "--gpu", "rtx4090", "--micro-rows", 4, "--host-memory", "64GiB"]
+"""Not enough without a disk."""
+
+
+def test_layers_on_a_disk_make_it_fit() -> None:
+    refused = plan(*SHORT)
+    assert refused.exit_code == 1 and "for layers (disk_path, --disk-memory)" in refused.output
+    result = plan(*SHORT, "--disk-memory", "100GB", "--disk-rate", "2GB")
+    assert result.exit_code == 0
+    for part in ("state of layers", "on the disk: state of", "TB written to the disk", " h, "):
+        assert part in result.output
+    found = json.loads(
+        plan(*SHORT, "--disk-memory", "100GB", "--disk-rate", "2GB", "--json").output
+    )
+    disk, host = found["disk"], sum(found["bytes"]["host"].values())
+    assert host <= 64 * 2**30 and found["bytes"]["disk"]["state of layers"] == disk["bytes"]
+    assert disk["blocks"] and max(disk["blocks"]) == 28
+    moved = max(disk["read_bytes_per_step"], disk["written_bytes_per_step"])
+    assert found["seconds_per_step"] >= moved / 2e9
+    assert found["lanes_busy"]["disk_read"] > 0
+
+
+def test_an_unknown_disk_has_no_known_time() -> None:
+    result = plan(*SHORT, "--disk-memory", "100GB")
+    assert result.exit_code == 0
+    assert "at least" in result.output and "not known without the disk's rate" in result.output
+    assert "tokens/s" not in result.output and "TB written" in result.output
+    found = json.loads(plan(*SHORT, "--disk-memory", "100GB", "--json").output)
+    assert found["fits"] and found["disk"]["written_bytes_per_step"] > 0
+    assert found["seconds_per_step"] is None and found["tokens_per_second"] is None
+
+
+def test_a_disk_that_is_too_small_is_refused_and_one_without_need_is_left_alone() -> None:
+    refused = plan(*SHORT, "--disk-memory", "10MB")
+    assert refused.exit_code == 1 and "allowed by disk_memory" in refused.output
+    enough = plan(SMALL, "--gpu", "rtx4090", "--host-memory", "64GiB", "--disk-memory", "1GB")
+    assert "tokens/s" in enough.output and "state of layers" not in enough.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [("vit", "causal"), ("t5", "causal"), ("clip", "causal"), ("elephant", "no usable config")],
+)
+def test_no_language_model_is_refused(kind: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(UserError, match=says) as refused:
         plan(tmp_path, "--gpu", "H100")
+    assert "\n" not in str(refused.value)

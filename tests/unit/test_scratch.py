@@ -36,6 +36,13 @@ def test_what_is_written_is_read_and_the_file_has_no_name(tmp_path: Path) -> Non
     file.close()
 
 
+def test_its_room_is_reserved_when_it_is_made(tmp_path: Path) -> None:
+    """So a disk cannot fill up under a run: nobody else can take the room any more."""
+    file = ScratchFile(tmp_path, SIZE)
+    assert os.fstat(file._file).st_blocks * 512 >= SIZE
+    file.close()
+
+
 def test_requests_that_are_half_done_are_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

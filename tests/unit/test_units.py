@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.units import format_bytes, parse_bytes
+from megatrain.units import UNITS, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,25 @@ from megatrain.units import format_bytes, parse_bytes
 )
 def test_sizes(text: str | int, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("power", [1, 2, 3, 4])
+def test_every_unit_is_exact(power: int) -> None:
+    """Of an SI prefix with B: powers of 1000; with iB, or the letter alone: of 1024."""
+    letter = "KMGT"[power - 1]
+    assert parse_bytes(f"24{letter}B") == 24 * 1000**power
+    for unit in (letter, f"{letter}iB"):
+        assert parse_bytes(f"24{unit}") == parse_bytes(f"24 {unit.lower()}") == 24 * 1024**power
+
+
+def test_there_is_no_other_unit() -> None:
+    assert set(UNITS) == {"", "B"} | {f"{x}{end}" for x in "KMGT" for end in ("", "B", "IB")}
+
+
+def test_large_sizes_are_exact() -> None:
+    assert parse_bytes("9007199254740993") == 2**53 + 1  # no float has it
+    assert parse_bytes("0.1GB") == 10**8
+    assert parse_bytes("1.1TB") == 1_100_000_000_000
 
 
 @pytest.mark.parametrize("text", ["much", "", "-1GiB", "1 XB", "GiB", "1e9", "nan", "1,5GB"])

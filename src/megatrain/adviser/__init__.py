@@ -29,6 +29,8 @@ def plan_run_of(
     gpu_memory: int | None,
     host_memory: int | None,
     host_bandwidth: int | None,
+    disk_memory: int | None,
+    disk_rate: int | None,
     tokens: float,
     as_json: bool,
     say: Callable[[str], None],
@@ -45,6 +47,8 @@ def plan_run_of(
         gpu_memory: bytes of it.
         host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
         host_bandwidth: bytes a second; None to measure this host's updates.
+        disk_memory: bytes of a disk for what the host has no room for; None: there is none.
+        disk_rate: bytes a second, read and written at once; None: not known.
         tokens: of the whole run.
         as_json: one JSON object instead of lines.
         say: takes a line.
@@ -53,6 +57,7 @@ def plan_run_of(
         UserError: for a GPU or a model that is not known.
     """
     every = gpu is not None and gpu.lower() == "all"
+    _check_disk(disk_memory, disk_rate, every=every)
     question = Question(
         model=model,
         rows=rows,
@@ -63,11 +68,22 @@ def plan_run_of(
         gpu_memory=gpu_memory,
         host_memory=UNLIMITED if every and host_memory is None else host_memory,
         update_params_per_s=host_rate(host_bandwidth),
+        disk_memory=disk_memory,
+        disk_bytes_per_s=disk_rate,
     )
     adviser = Adviser(model)
     if every:
         return compare(adviser, question, tokens, say)
     return _tell(adviser, question, tokens, say, as_json=as_json)
+
+
+def _check_disk(disk_memory: int | None, disk_rate: int | None, *, every: bool) -> None:
+    """A rate needs a disk; a comparison needs times."""
+    if disk_rate is not None and disk_memory is None:
+        raise UserError(asked="--disk-rate", found="no disk", change="give --disk-memory too")
+    if every and disk_memory is not None and disk_rate is None:
+        found = "a disk whose rate is not known"
+        raise UserError(asked="--gpu all", found=found, change="give --disk-rate too")
 
 
 def _tell(
@@ -89,7 +105,7 @@ def _tell(
         return True
     say("\n".join(describe(question, found, adviser)))
     say(whole_run(question, found, tokens))
-    changes = list(adviser.faster(question, found))
+    changes = list(adviser.faster(question, found)) if found.time_known else []
     if changes:
         say("faster would be, one by one:")
     for change in changes:

@@ -18,8 +18,8 @@ from megatrain.placing import (
     placement_rule,
     with_room_for_waiting,
 )
-from megatrain.planner import PlacementRule
-from megatrain.planner.answer import Answer, HostTooSmallError, answer
+from megatrain.planner import DiskUse, PlacementRule
+from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, rates_of
 from megatrain.units import format_bytes
@@ -47,11 +47,22 @@ class Question:
     """Bytes; None for what is free here."""
     update_params_per_s: float
     """Of the host."""
+    disk_memory: int | None = None
+    """Bytes of a disk for state that the host has no room for; None: there is none."""
+    disk_bytes_per_s: float | None = None
+    """Read and written there, both at once; None: not known."""
 
     @property
     def tokens(self) -> int:
         """Of a step."""
         return self.rows * self.length
+
+    @property
+    def disk_room(self) -> DiskRoom | None:
+        if self.disk_memory is None:
+            return None
+        rate = self.disk_bytes_per_s
+        return DiskRoom(nbytes=self.disk_memory, rates=None if rate is None else (rate, rate))
 
 
 class Adviser:
@@ -122,6 +133,7 @@ class Adviser:
             tokens=question.tokens,
             model_flops=self.model_flops(question),
             checkpoint_memory=default_checkpoint_memory(self.model),
+            room=question.disk_room,
         )
 
     def try_ask(self, question: Question) -> Answer | None:
@@ -144,6 +156,10 @@ class Adviser:
                 question, update_params_per_s=2 * question.update_params_per_s
             ),
         }
+        if found.disk is not None and question.disk_bytes_per_s is not None:
+            changes["a disk twice as fast"] = replace(
+                question, disk_bytes_per_s=2 * question.disk_bytes_per_s
+            )
         for words, changed in changes.items():
             other = None if changed == question else self.try_ask(changed)
             if other is not None and other.tokens_per_s > BETTER * found.tokens_per_s:
@@ -165,6 +181,10 @@ class Adviser:
         if least is not None:
             yield f"host memory of {format_bytes(least)}"
         fits = False
+        on_disk = self._with_any_disk(question)
+        if on_disk is not None:
+            fits = True
+            yield f"a disk of {format_bytes(on_disk.nbytes)} for layers (disk_path, --disk-memory)"
         for kind in _smaller_kinds(question):
             for words, changed in kind:
                 if self.try_ask(changed) is not None:
@@ -178,6 +198,11 @@ class Adviser:
                 if (least := self.least_host_memory(changed)) is not None:
                     yield f"{words}, with host memory of {format_bytes(least)}"
                     break
+
+    def _with_any_disk(self, question: Question) -> DiskUse | None:
+        """What would be on a disk that is large enough; None if that does not make it fit."""
+        found = self.try_ask(replace(question, disk_memory=UNLIMITED))
+        return None if found is None else found.disk
 
 
 def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]]]:

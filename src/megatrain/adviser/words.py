@@ -16,6 +16,8 @@ LANES = {
     Lane.HOST: "the host's updates",
     Lane.H2D: "the bus to the GPU",
     Lane.D2H: "the bus from the GPU",
+    Lane.DISK_READ: "reading from the disk",
+    Lane.DISK_WRITE: "writing to the disk",
 }
 
 
@@ -37,6 +39,18 @@ def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[st
         f"on the GPU: state of {len(placement.resident)} blocks, activations of"
         f" {len(placement.saved)} layers; inputs of {spilled} layers on the host"
     )
+    if found.disk is not None:
+        disk = found.disk
+        yield (
+            f"on the disk: state of {len(disk.tier.blocks)} blocks; a step reads"
+            f" {format_bytes(disk.read_bytes)} and writes {format_bytes(disk.written_bytes)}"
+        )
+    if not found.time_known:
+        yield (
+            f"at least {placement.seconds:.3g} s a step; how long it takes is not known without the"
+            " disk's rate (--disk-rate, such as 3GB)"
+        )
+        return
     flops = found.model_flops / placement.seconds
     yield (
         f"{placement.seconds:.3g} s a step, {found.tokens_per_s:,.0f} tokens/s,"
@@ -46,11 +60,17 @@ def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[st
 
 
 def whole_run(question: Question, found: Answer, tokens: float) -> str:
-    """Time and energy of so many tokens."""
-    hours = tokens / found.tokens_per_s / 3600
-    text = f"{tokens / 1e9:g}B tokens: {hours:,.1f} h"
-    power = question.gpu.power_w
-    return text if power is None else f"{text}, up to {hours * power / 1e3:,.1f} kWh of the GPU"
+    """Time, energy and wear of so many tokens."""
+    parts = []
+    if found.time_known:
+        hours, power = tokens / found.tokens_per_s / 3600, question.gpu.power_w
+        parts.append(f"{hours:,.1f} h")
+        if power is not None:
+            parts.append(f"up to {hours * power / 1e3:,.1f} kWh of the GPU")
+    if found.disk is not None:
+        written = tokens / found.tokens * found.disk.written_bytes
+        parts.append(f"{written / 1e12:,.1f} TB written to the disk")
+    return f"{tokens / 1e9:g}B tokens: {', '.join(parts)}"
 
 
 def compare(
@@ -101,5 +121,7 @@ def figures(question: Question, found: Answer | None) -> dict[str, Any]:
         "gpu_memory": question.gpu_memory,
         "host_memory": question.host_memory,
         "update_params_per_s": question.update_params_per_s,
+        "disk_memory": question.disk_memory,
+        "disk_bytes_per_s": question.disk_bytes_per_s,
     }
     return asked | ({"fits": False} if found is None else found.figures())

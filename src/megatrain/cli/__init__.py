@@ -17,7 +17,7 @@ from megatrain.cli.arguments import Device, GpuMemory, parse_size
 from megatrain.config import read_config
 from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
-from megatrain.preflight import check_data, check_model, check_run, claim_file
+from megatrain.preflight import check_data, check_model, check_run, check_scratch, claim_file
 from megatrain.units import format_bytes
 
 app = typer.Typer(
@@ -94,6 +94,10 @@ def bench(
     max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
     gpu_memory: GpuMemory = None,
     host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
+    disk_path: Annotated[
+        str | None, typer.Option(help="Directory for layers that the host has no room for.")
+    ] = None,
+    disk_memory: Annotated[str | None, typer.Option(help="Room to use there.")] = None,
     place: Annotated[
         Literal["auto", "host", "device"],
         typer.Option(help="host: stream everything; device: all state on the GPU."),
@@ -105,6 +109,10 @@ def bench(
 ) -> None:
     """Measure training steps of a model's shape, on random weights and tokens."""
     check_model(model)
+    if disk_path is not None:
+        check_scratch(Path(disk_path))
+    elif disk_memory is not None:
+        raise UserError(asked="--disk-memory", found="no disk", change="give --disk-path too")
     for key, path in (("trace", trace), ("output", output)):
         if path is not None and not Path(path).exists():
             claim_file(key, Path(path))
@@ -121,6 +129,8 @@ def bench(
         max_grad_norm=max_grad_norm,
         gpu_memory=parse_size("gpu_memory", gpu_memory),
         host_memory=parse_size("host_memory", host_memory),
+        disk_path=None if disk_path is None else Path(disk_path),
+        disk_memory=parse_size("disk_memory", disk_memory),
         place=place,
         device=device,
         compile=compiled,
@@ -151,6 +161,13 @@ def plan(
         str | None,
         typer.Option(help="What the host's memory copies in a second, such as 100GB."),
     ] = None,
+    disk_memory: Annotated[
+        str | None, typer.Option(help="Of a disk, for layers that the host has no room for.")
+    ] = None,
+    disk_rate: Annotated[
+        str | None,
+        typer.Option(help="What it reads and writes in a second, both at once, such as 3GB."),
+    ] = None,
     tokens: Annotated[float, typer.Option(min=1, help="Of the whole run.")] = 1e9,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -162,6 +179,8 @@ def plan(
             ("gpu_memory", gpu_memory),
             ("host_memory", host_memory),
             ("host_bandwidth", host_bandwidth),
+            ("disk_memory", disk_memory),
+            ("disk_rate", disk_rate),
         )
     }
     from megatrain.adviser import plan_run_of
@@ -225,13 +244,16 @@ def env() -> None:
     import psutil
     import torch
 
+    from megatrain.planner import host_memory
+
     typer.echo(f"megatrain {__version__}")
     for name in ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy"):
         typer.echo(f"{name} {metadata.version(name)}")
-    memory = psutil.virtual_memory()
+    memory, there = psutil.virtual_memory(), host_memory()
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     typer.echo(f"cores {os.cpu_count()}")
-    typer.echo(f"memory {format_bytes(memory.total)}, {format_bytes(memory.available)} free")
+    left = f"{format_bytes(there.nbytes)} {there.in_words()}"
+    typer.echo(f"memory {format_bytes(memory.total)}, of which {left}")
     if not torch.cuda.is_available():
         typer.echo("GPU none")
     for index in range(torch.cuda.device_count()):

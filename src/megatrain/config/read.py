@@ -17,7 +17,7 @@ from megatrain.config.foreign import MET, REFUSED, SYNONYMS
 from megatrain.config.options import TrainConfig
 from megatrain.errors import UserError
 
-SIZES = ("max_shard_size", "host_memory", "gpu_memory", "checkpoint_memory")
+SIZES = ("max_shard_size", "host_memory", "disk_memory", "gpu_memory", "checkpoint_memory")
 """Keys whose value may be a plain number of bytes."""
 WITH_COMMAS = ("add_tokens", "add_special_tokens", "dataset", "eval_dataset")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""

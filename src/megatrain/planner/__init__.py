@@ -1,12 +1,21 @@
 """What a run will need, before anything is allocated."""
 
-from megatrain.planner.disk import DiskUse, blocks_on_disk, check_disk, disk_use
-from megatrain.planner.fit import MemoryNeed, available_host_bytes, check_fits, memory_need
+from megatrain.planner.disk import (
+    DiskUse,
+    blocks_on_disk,
+    check_disk,
+    disk_use,
+    tier_for,
+    with_disk,
+)
+from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
+from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
 from megatrain.planner.inference import resident_weights
 from megatrain.planner.placement import Placement, PlacementRule
 
 __all__ = [
     "DiskUse",
+    "HostMemory",
     "MemoryNeed",
     "Placement",
     "PlacementRule",
@@ -15,6 +24,9 @@ __all__ = [
     "check_disk",
     "check_fits",
     "disk_use",
+    "host_memory",
     "memory_need",
     "resident_weights",
+    "tier_for",
+    "with_disk",
 ]

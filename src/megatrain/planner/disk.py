@@ -1,13 +1,16 @@
 """Which blocks live on the disk, and what a step reads and writes there."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout
 from megatrain.memory import DiskTier
 from megatrain.planner.fit import memory_need
+from megatrain.planner.placement import PlacementRule
 from megatrain.schedule import StepPlan, build_step, disk_traffic
 from megatrain.units import format_bytes
 
@@ -50,33 +53,37 @@ class DiskUse:
     read_bytes: int
     written_bytes: int
     """Of a step."""
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-    """Both at once, as measured."""
+    rates: tuple[float, float] | None
+    """Bytes read and written in a second, both at once; None if that is not known."""
 
     def figures(self) -> dict[str, Any]:
         """For the run's record."""
+        read_bytes_per_s, write_bytes_per_s = self.rates or (None, None)
         return {
             "path": str(self.tier.path),
             "blocks": sorted(self.tier.blocks),
             "bytes": self.nbytes,
             "read_bytes_per_step": self.read_bytes,
             "written_bytes_per_step": self.written_bytes,
-            "read_bytes_per_s": self.read_bytes_per_s,
-            "write_bytes_per_s": self.write_bytes_per_s,
+            "read_bytes_per_s": read_bytes_per_s,
+            "write_bytes_per_s": write_bytes_per_s,
         }
 
     def in_words(self) -> str:
         """One line for a person."""
-        slower = max(
-            self.read_bytes / self.read_bytes_per_s, self.written_bytes / self.write_bytes_per_s
-        )
         return (
             f"disk {format_bytes(self.nbytes)} in {self.tier.path}: state of"
             f" {len(self.tier.blocks)} blocks; a step reads {format_bytes(self.read_bytes)} and"
-            f" writes {format_bytes(self.written_bytes)} there, which"
-            f" takes at least {slower:.3g} s at {self.read_bytes_per_s / 1e9:.2f} and"
-            f" {self.write_bytes_per_s / 1e9:.2f} GB/s"
+            f" writes {format_bytes(self.written_bytes)} there{self._how_long()}"
+        )
+
+    def _how_long(self) -> str:
+        if self.rates is None:
+            return ""
+        read, write = self.rates
+        slower = max(self.read_bytes / read, self.written_bytes / write)
+        return (
+            f", which takes at least {slower:.3g} s at {read / 1e9:.2f} and {write / 1e9:.2f} GB/s"
         )
 
 
@@ -86,7 +93,7 @@ def disk_use(
     tier: DiskTier,
     *,
     gradient_dtype: str,
-    rates: tuple[float, float],
+    rates: tuple[float, float] | None,
 ) -> DiskUse:
     """Count what a step moves.
 
@@ -95,7 +102,7 @@ def disk_use(
         plan: with the blocks on the disk.
         tier: the same blocks.
         gradient_dtype: dtype of a rounded gradient.
-        rates: bytes read and written in a second, both at once.
+        rates: bytes read and written in a second, both at once; None: not known.
     """
     plan = replace(plan, pending=plan.clip)
     read, written = disk_traffic(build_step(plan), layouts, plan, gradient_dtype)
@@ -104,9 +111,37 @@ def disk_use(
         nbytes=tier.nbytes(layouts),
         read_bytes=read,
         written_bytes=written,
-        read_bytes_per_s=rates[0],
-        write_bytes_per_s=rates[1],
+        rates=rates,
     )
+
+
+def with_disk(rule: PlacementRule, disk: DiskUse) -> PlacementRule:
+    """The rule on a machine with this disk; its rates unknown: with one that needs no time."""
+    read, write = disk.rates or (math.inf, math.inf)
+    rates = replace(rule.footprint.rates, disk_read_bytes_per_s=read, disk_write_bytes_per_s=write)
+    return replace(rule, footprint=replace(rule.footprint, rates=rates))
+
+
+def tier_for(
+    layouts: Sequence[BlockLayout],
+    plan: StepPlan,
+    *,
+    gradient_dtype: str,
+    host_budget: int,
+    path: Path,
+) -> DiskTier | None:
+    """What must live on the disk, beside what is on the device already; None if nothing must.
+
+    Args:
+        layouts: of all blocks.
+        plan: with its placement on the device.
+        gradient_dtype: dtype of a rounded gradient.
+        host_budget: bytes.
+        path: of the disk.
+    """
+    blocks = blocks_on_disk(layouts, plan, gradient_dtype=gradient_dtype, host_budget=host_budget)
+    waiting = gradient_dtype if plan.clip else None
+    return DiskTier(blocks=blocks, path=path, gradient_dtype=waiting) if blocks else None
 
 
 def check_disk(tier: DiskTier, nbytes: int, *, budget: int, allowed: bool) -> None:

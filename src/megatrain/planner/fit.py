@@ -5,13 +5,11 @@ The slabs and slots are counted to the byte from the layouts; activations are no
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from megatrain.errors import UserError
 from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.memory import HostSlab
+from megatrain.planner.host import host_memory
 from megatrain.schedule import StepPlan, slot_sizes
 from megatrain.units import format_bytes
 
@@ -68,20 +66,6 @@ def memory_need(
     return MemoryNeed(host=host, device_slots=sizes.device)
 
 
-def available_host_bytes() -> int:
-    """What this process can still get: free memory of the machine, or of its control group."""
-    available = int(psutil.virtual_memory().available)
-    limit, used = (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
-    )
-    if limit.is_file() and used.is_file():
-        text = limit.read_text().strip()
-        if text != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    return available
-
-
 def check_fits(
     need: MemoryNeed,
     *,
@@ -110,11 +94,12 @@ def check_fits(
         )
     has_gpu = device_free is not None
     total = need.host_total + (0 if has_gpu else need.device_slots)
-    have = available_host_bytes() if budget is None else budget
+    free = host_memory()
+    have = free.nbytes if budget is None else budget
     if total <= have + elsewhere:
         return
     slots = "" if has_gpu else f", slots {format_bytes(need.device_slots)}"
-    source = "is free" if budget is None else "is allowed by host_memory"
+    source = free.in_words() if budget is None else "is allowed by host_memory"
     raise UserError(
         asked=f"{to} with {format_bytes(total)} of host memory ({need.table()}{slots})",
         found=f"{format_bytes(have)} {source}",

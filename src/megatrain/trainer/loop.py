@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine, StepResult
 from megatrain.engine.engine import NonFiniteGradientError
-from megatrain.engine.meter import clock_report
+from megatrain.engine.meter import clock_report, memory_in_use
 from megatrain.errors import UserError
 from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows
 from megatrain.monitor import StallWatch, Watchdog
+from megatrain.trainer.memory import WARM_STEPS, beyond_plan
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
@@ -36,6 +38,8 @@ class Loop:
     saver: Saver
     requests: Requests
     report: Reporter
+    planned_memory: Mapping[str, int]
+    """Bytes, to compare with what the run takes."""
     result: EvalResult | None = None
     """Of the last evaluation."""
     stopped_by: signal.Signals | None = None
@@ -126,6 +130,8 @@ class Loop:
         """Tell of a step, and what is unusual about it."""
         self.report.step(done)
         warnings = self._watchdog.look(self.progress.step, loss=done.loss, seconds=seconds)
+        if self.progress.step - self._first == WARM_STEPS:
+            warnings += beyond_plan(self.planned_memory, memory_in_use(self.run.device))
         for notice in (*self.engine.take_notices(), *warnings):
             self.report.note(notice)
 

@@ -32,6 +32,7 @@ from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
 from megatrain.trainer.dataset import Records, config_of
 from megatrain.trainer.loop import Loop
+from megatrain.trainer.memory import planned_memory
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
 from megatrain.trainer.progress import Progress
@@ -175,6 +176,8 @@ class Trainer:
             report = self._reporter(console, matmul)
             saver = Saver(config=config, run=run, writer=writer, engine=engine, report=report)
             report.note(self._summary(plan, saver))
+            for notice in engine.take_notices():  # such as of page-locking that was refused
+                report.note(notice)
             record = RunRecord(output.path, continues=self.continues, note=report.note)
             record.begin(config, run, plan, step=self.progress.step)
             if self.continues:
@@ -192,6 +195,7 @@ class Trainer:
                         saver=saver,
                         requests=requests,
                         report=report,
+                        planned_memory=planned_memory(plan),
                     )
                     loop.run_to_the_end()
                 self._finish(loop, store)
