@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +17,10 @@ from megatrain.layout import STATE
 from megatrain.memory import DiskTier
 from megatrain.models import BlockModel
 from megatrain.planner import (
+    NOTHING_ASKED,
     DiskUse,
     MemoryNeed,
+    Offload,
     Placement,
     PlacementRule,
     blocks_on_disk,
@@ -38,7 +41,7 @@ FRAGMENTED = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that the process may use."""
+    """Bytes that the process may use, and what was asked to be put where."""
 
     gpu: int | None = None
     """None for what is free."""
@@ -50,6 +53,7 @@ class Budgets:
     """Directory for state that the host has no room for; None: there is none."""
     disk: int | None = None
     """Of scratch space there; None for what is free."""
+    offload: Offload = NOTHING_ASKED
 
     @property
     def scratch_bytes(self) -> int:
@@ -73,12 +77,16 @@ class RunPlan:
     """None on the CPU, where everything is in one memory."""
     disk: DiskUse | None = None
     """None if nothing lives there."""
+    asked: str = ""
+    """What of it was asked for."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
         others = (self.placement, self.disk)
-        return "\n".join([host, *(each.in_words() for each in others if each is not None)])
+        asked = [f"as asked for in offload: {self.asked}"] if self.asked else []
+        words = [each.in_words() for each in others if each is not None]
+        return "\n".join([host, *words, *asked])
 
     @property
     def resident(self) -> frozenset[int]:
@@ -103,6 +111,7 @@ def check_options_and_memory(
     Raises:
         UserError: for options without sense, or too little memory.
     """
+    options = with_slots(options, budgets)
     need = _need(model, options, step_plan(model, options), budgets)
     free = free_device_bytes(device)
     on_device = 0 if free is None else min(free, budgets.gpu or free)
@@ -137,13 +146,11 @@ def plan_run(
         UserError: if the run does not fit.
     """
     options = with_tokens_of_a_step(model, options, num_rows=num_rows, longest=longest)
+    options = with_slots(options, budgets)
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
-        plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
-        need = _need(model, options, plan, budgets)
-        check_fits(need, budget=budgets.host, device_free=None)
-        return RunPlan(options=options, programs=programs, need=need, placement=None, disk=disk)
+        return _without_gpu(model, options, programs, budgets)
     limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
@@ -161,7 +168,38 @@ def plan_run(
         placement = _beside_disk(rule, placement, disk)
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=free)
-    return RunPlan(options=options, programs=programs, need=need, placement=placement, disk=disk)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=placement,
+        disk=disk,
+        asked=budgets.offload.words,
+    )
+
+
+def _without_gpu(
+    model: BlockModel, options: EngineOptions, programs: Programs, budgets: Budgets
+) -> RunPlan:
+    """Layers are saved only if that was asked for: activations are not counted on the CPU."""
+    options = replace(options, saved=budgets.offload.saved or options.saved)
+    plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
+    need = _need(model, options, plan, budgets)
+    check_fits(need, budget=budgets.host, device_free=None)
+    return RunPlan(
+        options=options,
+        programs=programs,
+        need=need,
+        placement=None,
+        disk=disk,
+        asked=budgets.offload.words,
+    )
+
+
+def with_slots(options: EngineOptions, budgets: Budgets) -> EngineOptions:
+    """As many slots as were asked for."""
+    numbers: dict[str, Any] = dict(budgets.offload.slots)
+    return replace(options, **numbers)
 
 
 def _with_disk(
@@ -174,12 +212,14 @@ def _with_disk(
     beside = budgets.checkpoint + (0 if has_gpu else need.device_slots)
     layouts = [block.layout for block in model.blocks]
     gradient_dtype = check_options(model, options)
-    blocks = blocks_on_disk(
-        layouts,
-        plan,
-        gradient_dtype=gradient_dtype,
-        host_budget=(budgets.host or available_host_bytes()) - beside,
-    )
+    blocks = budgets.offload.disk
+    if blocks is None:
+        blocks = blocks_on_disk(
+            layouts,
+            plan,
+            gradient_dtype=gradient_dtype,
+            host_budget=(budgets.host or available_host_bytes()) - beside,
+        )
     if not blocks:
         return plan, None
     plan = replace(plan, on_disk=blocks)
@@ -229,6 +269,7 @@ def placement_rule(
         footprint=footprint,
         budget=int(device_limit * (1 - FRAGMENTED)),
         host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
+        offload=budgets.offload,
     )
 
 
@@ -242,6 +283,7 @@ def with_room_for_waiting(
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""
     more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
+    more = with_slots(more, budgets)
     need = _need(model, more, step_plan(model, more), budgets).host_total
     return more if need <= (budgets.host or available_host_bytes()) else options
 

@@ -38,6 +38,17 @@ def test_bytes_by_tier_a_step_and_a_whole_run() -> None:
     assert "kWh" in result.output and "the limit is" in result.output
 
 
+def test_what_is_asked_for_is_planned() -> None:
+    here = (SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json", "--offload")
+    found = json.loads(plan(*here, "{resident: [embed, 0-2], saved: [20], spilled: [1]}").output)
+    assert found["resident_blocks"] == [0, 1, 2, 3]
+    assert (found["saved_layers"], found["spilled_layers"]) == ([21], [2])
+    with pytest.raises(UserError, match="layers are 0 to 23"):
+        plan(*here, "{resident: [0-24]}")
+    small = plan(SMALL, "--gpu", "RTX-3090", "--offload", "{saved: all}", "--micro-rows", "8")
+    assert small.exit_code == 1 and "without offload" in small.output
+
+
 def test_json_is_what_the_text_says() -> None:
     result = plan(SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json")
     found = json.loads(result.output)

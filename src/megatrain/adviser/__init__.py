@@ -6,7 +6,8 @@ allocates; activations and times are estimates (`planner.estimate` says how good
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -29,6 +30,7 @@ def plan_run_of(
     gpu_memory: int | None,
     host_memory: int | None,
     host_bandwidth: int | None,
+    offload: Mapping[str, Any],
     tokens: float,
     as_json: bool,
     say: Callable[[str], None],
@@ -45,6 +47,7 @@ def plan_run_of(
         gpu_memory: bytes of it.
         host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
         host_bandwidth: bytes a second; None to measure this host's updates.
+        offload: what to put where.
         tokens: of the whole run.
         as_json: one JSON object instead of lines.
         say: takes a line.
@@ -63,8 +66,10 @@ def plan_run_of(
         gpu_memory=gpu_memory,
         host_memory=UNLIMITED if every and host_memory is None else host_memory,
         update_params_per_s=host_rate(host_bandwidth),
+        offload=offload,
     )
     adviser = Adviser(model)
+    adviser.offload(question)  # its mistakes are no want of memory
     if every:
         return compare(adviser, question, tokens, say)
     return _tell(adviser, question, tokens, say, as_json=as_json)

@@ -1,9 +1,10 @@
 """Questions about runs of one model, and answers from its config alone."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megatrain.engine import EngineOptions
+from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
 from megatrain.engine.options import largest_shape
 from megatrain.engine.rates import host_update_rate
@@ -17,8 +18,9 @@ from megatrain.placing import (
     default_checkpoint_memory,
     placement_rule,
     with_room_for_waiting,
+    with_slots,
 )
-from megatrain.planner import PlacementRule
+from megatrain.planner import Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, HostTooSmallError, answer
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, rates_of
@@ -47,6 +49,8 @@ class Question:
     """Bytes; None for what is free here."""
     update_params_per_s: float
     """Of the host."""
+    offload: Mapping[str, Any] = field(default_factory=dict)
+    """See the config's key."""
 
     @property
     def tokens(self) -> int:
@@ -76,6 +80,15 @@ class Adviser:
         head = 2 * self.model.hidden_size * self.model.vocab_size * question.tokens
         return 3 * (question.rows * layers + head)
 
+    def offload(self, question: Question) -> Offload:
+        """What is asked for.
+
+        Raises:
+            UserError: for what does not exist, or contradicts itself.
+        """
+        plan = step_plan(self.model, EngineOptions(max_grad_norm=question.max_grad_norm))
+        return read_offload(question.offload, plan, has_gpu=True, has_disk=False)
+
     def rule(self, question: Question) -> PlacementRule:
         """How the run would be placed."""
         options = EngineOptions(
@@ -85,8 +98,11 @@ class Adviser:
             length_multiple=question.length,
         )
         budgets = Budgets(
-            host=question.host_memory, checkpoint=default_checkpoint_memory(self.model)
+            host=question.host_memory,
+            checkpoint=default_checkpoint_memory(self.model),
+            offload=self.offload(question),
         )
+        options = with_slots(options, budgets)
         options = with_room_for_waiting(self.model, options, budgets)
         rows, length, num_micro = largest_shape(
             self.model, options, num_rows=question.rows, longest=question.length
@@ -184,6 +200,8 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
     """Changes that need less; of each kind the smallest first."""
     if question.max_grad_norm:
         yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
+    if question.offload:
+        yield iter([("without offload", replace(question, offload={}))])
     yield (
         (f"micro rows: {n}", replace(question, micro_rows=n)) for n in _halves(question.micro_rows)
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatrain import __version__
 from megatrain.cli import reading
-from megatrain.cli.arguments import Device, GpuMemory, parse_size
+from megatrain.cli.arguments import Device, GpuMemory, Offload, parse_offload, parse_size
 from megatrain.config import read_config
 from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
@@ -98,6 +98,7 @@ def bench(
         Literal["auto", "host", "device"],
         typer.Option(help="host: stream everything; device: all state on the GPU."),
     ] = "auto",
+    offload: Offload = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
     device: Device = "auto",
     trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,
@@ -122,6 +123,7 @@ def bench(
         gpu_memory=parse_size("gpu_memory", gpu_memory),
         host_memory=parse_size("host_memory", host_memory),
         place=place,
+        offload=parse_offload(offload),
         device=device,
         compile=compiled,
         trace=None if trace is None else Path(trace),
@@ -151,6 +153,7 @@ def plan(
         str | None,
         typer.Option(help="What the host's memory copies in a second, such as 100GB."),
     ] = None,
+    offload: Offload = None,
     tokens: Annotated[float, typer.Option(min=1, help="Of the whole run.")] = 1e9,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -173,6 +176,7 @@ def plan(
         micro_rows=micro_rows,
         max_grad_norm=max_grad_norm,
         gpu=gpu,
+        offload=parse_offload(offload),
         tokens=tokens,
         as_json=as_json,
         say=typer.echo,

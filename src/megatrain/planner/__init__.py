@@ -3,11 +3,14 @@
 from megatrain.planner.disk import DiskUse, blocks_on_disk, check_disk, disk_use
 from megatrain.planner.fit import MemoryNeed, available_host_bytes, check_fits, memory_need
 from megatrain.planner.inference import resident_weights
+from megatrain.planner.offload import NOTHING_ASKED, Offload, read_offload
 from megatrain.planner.placement import Placement, PlacementRule
 
 __all__ = [
+    "NOTHING_ASKED",
     "DiskUse",
     "MemoryNeed",
+    "Offload",
     "Placement",
     "PlacementRule",
     "available_host_bytes",
@@ -16,5 +19,6 @@ __all__ = [
     "check_fits",
     "disk_use",
     "memory_need",
+    "read_offload",
     "resident_weights",
 ]
