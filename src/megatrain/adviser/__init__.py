@@ -7,7 +7,7 @@ allocates; activations and times are estimates (`planner.estimate` says how good
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ def plan_run_of(
     *,
     rows: int,
     length: int,
-    micro_rows: int,
+    micro_rows: int | None,
     max_grad_norm: float,
     gpu: str | None,
     gpu_memory: int | None,
@@ -41,7 +41,7 @@ def plan_run_of(
         model: directory or id.
         rows: of a step.
         length: tokens of a row.
-        micro_rows: rows of a micro-batch.
+        micro_rows: rows of a micro-batch; None to choose them.
         max_grad_norm: 0 turns clipping off.
         gpu: its name, or all; None for the one in this machine.
         gpu_memory: bytes of it.
@@ -56,11 +56,13 @@ def plan_run_of(
         UserError: for a GPU or a model that is not known.
     """
     every = gpu is not None and gpu.lower() == "all"
+    if every and micro_rows is None:
+        _refuse_auto()
     question = Question(
         model=model,
         rows=rows,
         length=length,
-        micro_rows=min(micro_rows, rows),
+        micro_rows=rows if micro_rows is None else min(micro_rows, rows),
         max_grad_norm=max_grad_norm,
         gpu=_chosen("H200" if every else gpu),
         gpu_memory=gpu_memory,
@@ -70,9 +72,19 @@ def plan_run_of(
     )
     adviser = Adviser(model)
     adviser.offload(question)  # its mistakes are no want of memory
+    if micro_rows is None:
+        question = adviser.with_micro_rows(question)
     if every:
         return compare(adviser, question, tokens, say)
     return _tell(adviser, question, tokens, say, as_json=as_json)
+
+
+def _refuse_auto() -> NoReturn:
+    raise UserError(
+        asked="--micro-rows auto with --gpu all",
+        found="micro-batches that would differ from GPU to GPU",
+        change="name one GPU, or give a number of rows",
+    )
 
 
 def _tell(

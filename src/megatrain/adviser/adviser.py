@@ -28,6 +28,9 @@ from megatrain.units import format_bytes
 
 BETTER = 1.05
 """A change is worth telling from here on."""
+AS_FAST = 1.02
+"""Steps that take up to so much longer are as fast: the estimate knows no cost of launches, so of
+their micro-batches the largest is taken."""
 SHORTEST_ROW = 256
 UNLIMITED = 2**60
 
@@ -146,6 +149,19 @@ class Adviser:
             return self.ask(question)
         except UserError:
             return None
+
+    def with_micro_rows(self, question: Question) -> Question:
+        """The same run in the micro-batches, of all that split its rows evenly, that suit it best.
+
+        If none fits: in those of the default, so that what is missing is told.
+        """
+        sizes = [n for n in range(1, question.rows + 1) if question.rows % n == 0]
+        asked = {n: self.try_ask(replace(question, micro_rows=n)) for n in sizes}
+        seconds = {n: found.placement.seconds for n, found in asked.items() if found is not None}
+        limit = AS_FAST * min(seconds.values(), default=0.0)
+        usual = min(question.rows, Question.micro_rows)
+        chosen = max((n for n, each in seconds.items() if each <= limit), default=usual)
+        return replace(question, micro_rows=chosen)
 
     def faster(self, question: Question, found: Answer) -> Iterator[str]:
         """Changes that would bring more tokens a second, each with what it would bring."""

@@ -13,7 +13,14 @@ from rich.console import Console
 
 from megatrain import __version__
 from megatrain.cli import reading
-from megatrain.cli.arguments import Device, GpuMemory, Offload, parse_offload, parse_size
+from megatrain.cli.arguments import (
+    Device,
+    GpuMemory,
+    Offload,
+    parse_micro_rows,
+    parse_offload,
+    parse_size,
+)
 from megatrain.config import read_config
 from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
@@ -139,7 +146,9 @@ def plan(
     model: Annotated[str, typer.Argument(help="Directory with a config.json, or a model id.")],
     rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 32,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
-    micro_rows: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    micro_rows: Annotated[
+        str, typer.Option(help="Rows of a micro-batch; auto: what suits this GPU best.")
+    ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
     gpu: Annotated[
         str | None,
@@ -173,7 +182,7 @@ def plan(
         model,
         rows=rows,
         length=length,
-        micro_rows=micro_rows,
+        micro_rows=parse_micro_rows(micro_rows),
         max_grad_norm=max_grad_norm,
         gpu=gpu,
         offload=parse_offload(offload),

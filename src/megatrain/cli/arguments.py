@@ -51,3 +51,20 @@ def parse_offload(text: str | None) -> dict[str, Any]:
             asked=f"--offload {text}", found="no mapping", change="write '{resident: 2, saved: 1}'"
         )
     return found
+
+
+def parse_micro_rows(text: str) -> int | None:
+    """A number from 1; None for auto.
+
+    Raises:
+        UserError: for anything else.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            asked=f"--micro-rows {text}",
+            found="no such number of rows",
+            change="use auto, or 1, 2 ...",
+        )
+    return int(text)
