@@ -9,7 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ import transformers
 from torch import Tensor
 
 from megatrain.data import Row
-from megatrain.engine import Engine, EngineOptions, StepResult, choose_device, cross_entropy
+from megatrain.engine import (
+    Engine,
+    EngineOptions,
+    StepResult,
+    choose_device,
+    cross_entropy,
+    step_plan,
+)
 from megatrain.engine.meter import GpuMeter
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
@@ -27,7 +34,8 @@ from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.active import flops_per_token
 from megatrain.monitor import write_trace
 from megatrain.placing import Budgets, RunPlan, check_options_and_memory, plan_run
-from megatrain.schedule import Span, occupancy
+from megatrain.planner import read_offload
+from megatrain.schedule import Span, StepPlan, occupancy
 
 LEARNING_RATE = 1e-5
 INITIAL_STD = 0.02
@@ -58,6 +66,8 @@ class BenchOptions:
     place: str = "auto"
     """auto; host: everything is streamed and recomputed; device: all state on the device, and
     everything recomputed."""
+    offload: dict[str, Any] = field(default_factory=dict)
+    """See the config's key; only with place auto."""
     device: str = "auto"
     compile: bool = True
     trace: Path | None = None
@@ -83,12 +93,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         compile_backend="inductor" if options.compile and device.type == "cuda" else None,
         length_multiple=options.length,
     )
-    budgets = Budgets(
-        gpu=options.gpu_memory,
-        host=options.host_memory,
-        disk_path=options.disk_path,
-        disk=options.disk_memory,
-    )
+    budgets = _budgets(options, step_plan(model, engine_options), device)
     check_options_and_memory(model, engine_options, device=device, budgets=budgets)
     meter = GpuMeter(device)
     plan = plan_run(
@@ -136,6 +141,25 @@ def _shape(options: BenchOptions) -> Any:
             change="give at most as many",
         )
     return read_config(Path(options.model), overrides={"num_hidden_layers": options.layers})
+
+
+def _budgets(options: BenchOptions, plan: StepPlan, device: torch.device) -> Budgets:
+    if options.offload and options.place != "auto":
+        raise UserError(
+            asked=f"offload with --place {options.place}",
+            found="two rules for the same blocks",
+            change="leave one of them out",
+        )
+    offload = read_offload(
+        options.offload, plan, has_gpu=device.type == "cuda", has_disk=options.disk_path is not None
+    )
+    return Budgets(
+        gpu=options.gpu_memory,
+        host=options.host_memory,
+        disk_path=options.disk_path,
+        disk=options.disk_memory,
+        offload=offload,
+    )
 
 
 def _random_weights(

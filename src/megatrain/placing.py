@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,8 +17,10 @@ from megatrain.layout import STATE
 from megatrain.memory import DiskTier
 from megatrain.models import BlockModel
 from megatrain.planner import (
+    NOTHING_ASKED,
     DiskUse,
     MemoryNeed,
+    Offload,
     Placement,
     PlacementRule,
     available_host_bytes,
@@ -40,7 +43,7 @@ FRAGMENTED = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Budgets:
-    """Bytes that the process may use."""
+    """Bytes that the process may use, and what was asked to be put where."""
 
     gpu: int | None = None
     """None for what is free."""
@@ -52,6 +55,7 @@ class Budgets:
     """Directory for state that the host has no room for; None: there is none."""
     disk: int | None = None
     """Of scratch space there; None for what is free."""
+    offload: Offload = NOTHING_ASKED
 
     @property
     def scratch_bytes(self) -> int:
@@ -77,13 +81,17 @@ class RunPlan:
     """None if nothing lives there."""
     notice: str | None = None
     """What a user should hear of host memory; None if there is nothing to say."""
+    asked: str = ""
+    """What of it was asked for."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
         others = (self.placement, self.disk)
+        asked = [f"as asked for in offload: {self.asked}"] if self.asked else []
+        notice = [] if self.notice is None else [self.notice]
         words = [each.in_words() for each in others if each is not None]
-        return "\n".join([host, *words, *filter(None, [self.notice])])
+        return "\n".join([host, *words, *asked, *notice])
 
     @property
     def resident(self) -> frozenset[int]:
@@ -108,6 +116,7 @@ def check_options_and_memory(
     Raises:
         UserError: for options without sense, or too little memory.
     """
+    options = with_slots(options, budgets)
     need = _need(model, options, step_plan(model, options), budgets)
     free = free_device_bytes(device)
     on_device = 0 if free is None else min(free, budgets.gpu or free)
@@ -142,6 +151,7 @@ def plan_run(
         UserError: if the run does not fit.
     """
     options = with_tokens_of_a_step(model, options, num_rows=num_rows, longest=longest)
+    options = with_slots(options, budgets)
     programs = Programs.of(model, options)
     free = free_device_bytes(device)
     if free is None:
@@ -170,6 +180,7 @@ def plan_run(
         need=need,
         placement=placement,
         disk=disk,
+        asked=budgets.offload.words,
         notice=more_than_there_is(need.host_total),
     )
 
@@ -177,7 +188,10 @@ def plan_run(
 def _plan_on_cpu(
     model: BlockModel, options: EngineOptions, programs: Programs, budgets: Budgets
 ) -> RunPlan:
-    """Nothing is placed: slots take host memory too, and activations are not counted."""
+    """Slots take host memory too.  Layers are saved only if that was asked for: activations are
+    not counted.
+    """
+    options = replace(options, saved=budgets.offload.saved or options.saved)
     plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=None)
@@ -187,6 +201,7 @@ def _plan_on_cpu(
         need=need,
         placement=None,
         disk=disk,
+        asked=budgets.offload.words,
         notice=more_than_there_is(need.host_total + need.device_slots),
     )
 
@@ -205,6 +220,12 @@ def more_than_there_is(nbytes: int, root: Path = Path("/")) -> str | None:
     )
 
 
+def with_slots(options: EngineOptions, budgets: Budgets) -> EngineOptions:
+    """As many slots as were asked for."""
+    numbers: dict[str, Any] = dict(budgets.offload.slots)
+    return replace(options, **numbers)
+
+
 def _with_disk(
     model: BlockModel, options: EngineOptions, plan: StepPlan, budgets: Budgets, *, has_gpu: bool
 ) -> tuple[StepPlan, DiskUse | None]:
@@ -221,6 +242,7 @@ def _with_disk(
         gradient_dtype=gradient_dtype,
         host_budget=(budgets.host or available_host_bytes()) - beside,
         path=budgets.disk_path,
+        asked=budgets.offload.disk,
     )
     if tier is None:
         return plan, None
@@ -258,6 +280,7 @@ def placement_rule(
         footprint=footprint,
         budget=int(device_limit * (1 - FRAGMENTED)),
         host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
+        offload=budgets.offload,
     )
 
 
@@ -271,6 +294,7 @@ def with_room_for_waiting(
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""
     more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
+    more = with_slots(more, budgets)
     need = _need(model, more, step_plan(model, more), budgets).host_total
     return more if need <= (budgets.host or available_host_bytes()) else options
 

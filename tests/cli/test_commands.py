@@ -136,7 +136,8 @@ def test_a_compiled_run_says_so_and_learns_the_same(
 def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
     arguments = ["models/shape", "--rows", "2", "--length", "16", "--micro-rows", "1"]
     arguments += ["--steps", "2", "--warmup-steps", "1", "--trace", "t.json", "--output", "o.jsonl"]
-    output = run("bench", *arguments).stdout
+    output = run("bench", *arguments, "--offload", "{saved: [0]}").stdout
+    assert "as asked for in offload: saved: [0]" in output
     assert re.search(r"s a step \(p20 .*\n.*tokens/s.*\nlanes busy: h2d", output)
     (row,) = map(json.loads, Path("o.jsonl").read_text().splitlines())
     assert row["tokens_per_second"] == pytest.approx(32 / row["seconds_per_step_p50"], rel=1e-2)
@@ -149,6 +150,10 @@ def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
         (["--layers", "99"], "models/shape has 2"),
         (["--disk-memory", "1MiB"], "give --disk-path too"),
         (["--disk-path", "nowhere"], "no such directory"),
+        (["--offload", "{resident: 1}"], "no GPU that 'resident' could be about"),
+        (["--offload", "{disk: 1}"], "set disk_path"),
+        (["--offload", "2"], "no mapping"),
+        (["--offload", "{saved: 1}", "--place", "host"], "two rules for the same blocks"),
     ]:
         with pytest.raises(UserError, match=message):
             run("bench", *arguments, *wrong)

@@ -38,6 +38,42 @@ def test_bytes_by_tier_a_step_and_a_whole_run() -> None:
     assert "kWh" in result.output and "the limit is" in result.output
 
 
+def test_what_is_asked_for_is_planned() -> None:
+    here = (SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json", "--offload")
+    found = json.loads(plan(*here, "{resident: [embed, 0-2], saved: [20], spilled: [1]}").output)
+    assert found["resident_blocks"] == [0, 1, 2, 3]
+    assert (found["saved_layers"], found["spilled_layers"]) == ([21], [2])
+    with pytest.raises(UserError, match="layers are 0 to 23"):
+        plan(*here, "{resident: [0-24]}")
+    small = plan(SMALL, "--gpu", "RTX-3090", "--offload", "{saved: all}", "--micro-rows", "8")
+    assert small.exit_code == 1 and "without offload" in small.output
+
+
+@pytest.mark.parametrize("gpu_memory", ["4GiB", "8GiB"])
+def test_micro_batches_are_as_fast_as_the_best_of_all(gpu_memory: str) -> None:
+    here = (SMALL, "--gpu", "RTX-4090", "--gpu-memory", gpu_memory, "--host-memory", "64GiB")
+    here += ("--rows", "12", "--json")
+    every = {n: json.loads(plan(*here, "--micro-rows", n).output) for n in (1, 2, 3, 4, 6, 12)}
+    seconds = {n: each["seconds_per_step"] for n, each in every.items() if each["fits"]}
+    found = json.loads(plan(*here, "--micro-rows", "auto").output)
+    assert found == every[found["micro_rows"]]
+    assert found["seconds_per_step"] <= 1.02 * min(seconds.values())
+    larger = [each for n, each in seconds.items() if n > found["micro_rows"]]
+    assert all(each > 1.02 * min(seconds.values()) for each in larger)
+
+
+def test_micro_batches_of_a_run_that_does_not_fit() -> None:
+    small = plan(
+        SMALL, "--gpu", "H100", "--host-memory", "1GiB", "--rows", "4", "--micro-rows", "auto"
+    )
+    assert small.exit_code == 1 and "does not fit" in small.output
+    for wrong in ("0", "-1", "many", "1.5"):
+        with pytest.raises(UserError, match="use auto, or 1, 2"):
+            plan(SMALL, f"--micro-rows={wrong}")
+    with pytest.raises(UserError, match="name one GPU"):
+        plan(SMALL, "--gpu", "all", "--micro-rows", "auto")
+
+
 def test_json_is_what_the_text_says() -> None:
     result = plan(SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json")
     found = json.loads(result.output)

@@ -6,7 +6,8 @@ allocates; activations and times are estimates (`planner.estimate` says how good
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ def plan_run_of(
     *,
     rows: int,
     length: int,
-    micro_rows: int,
+    micro_rows: int | None,
     max_grad_norm: float,
     gpu: str | None,
     gpu_memory: int | None,
@@ -31,6 +32,7 @@ def plan_run_of(
     host_bandwidth: int | None,
     disk_memory: int | None,
     disk_rate: int | None,
+    offload: Mapping[str, Any],
     tokens: float,
     as_json: bool,
     say: Callable[[str], None],
@@ -39,16 +41,14 @@ def plan_run_of(
 
     Args:
         model: directory or id.
-        rows: of a step.
-        length: tokens of a row.
-        micro_rows: rows of a micro-batch.
+        rows, length, micro_rows: of a step, a row in tokens, a micro-batch; None to choose those.
         max_grad_norm: 0 turns clipping off.
-        gpu: its name, or all; None for the one in this machine.
-        gpu_memory: bytes of it.
+        gpu, gpu_memory: its name, or all, and bytes of it; None for the one in this machine.
         host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
         host_bandwidth: bytes a second; None to measure this host's updates.
         disk_memory: bytes of a disk for what the host has no room for; None: there is none.
         disk_rate: bytes a second, read and written at once; None: not known.
+        offload: what to put where.
         tokens: of the whole run.
         as_json: one JSON object instead of lines.
         say: takes a line.
@@ -57,12 +57,12 @@ def plan_run_of(
         UserError: for a GPU or a model that is not known.
     """
     every = gpu is not None and gpu.lower() == "all"
-    _check_disk(disk_memory, disk_rate, every=every)
+    _check_together(disk_memory, disk_rate, micro_rows, every=every)
     question = Question(
         model=model,
         rows=rows,
         length=length,
-        micro_rows=min(micro_rows, rows),
+        micro_rows=rows if micro_rows is None else min(micro_rows, rows),
         max_grad_norm=max_grad_norm,
         gpu=_chosen("H200" if every else gpu),
         gpu_memory=gpu_memory,
@@ -70,20 +70,32 @@ def plan_run_of(
         update_params_per_s=host_rate(host_bandwidth),
         disk_memory=disk_memory,
         disk_bytes_per_s=disk_rate,
+        offload=offload,
     )
     adviser = Adviser(model)
+    adviser.offload(question)  # its mistakes are no want of memory
+    if micro_rows is None:
+        question = adviser.with_micro_rows(question)
     if every:
         return compare(adviser, question, tokens, say)
     return _tell(adviser, question, tokens, say, as_json=as_json)
 
 
-def _check_disk(disk_memory: int | None, disk_rate: int | None, *, every: bool) -> None:
-    """A rate needs a disk; a comparison needs times."""
+def _check_together(
+    disk_memory: int | None, disk_rate: int | None, micro_rows: int | None, *, every: bool
+) -> None:
+    """A rate needs a disk; a comparison needs times, and the same micro-batches."""
     if disk_rate is not None and disk_memory is None:
         raise UserError(asked="--disk-rate", found="no disk", change="give --disk-memory too")
     if every and disk_memory is not None and disk_rate is None:
         found = "a disk whose rate is not known"
         raise UserError(asked="--gpu all", found=found, change="give --disk-rate too")
+    if every and micro_rows is None:
+        raise UserError(
+            asked="--micro-rows auto with --gpu all",
+            found="micro-batches that would differ from GPU to GPU",
+            change="name one GPU, or give a number of rows",
+        )
 
 
 def _tell(

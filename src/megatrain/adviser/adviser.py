@@ -1,9 +1,10 @@
 """Questions about runs of one model, and answers from its config alone."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from megatrain.engine import EngineOptions
+from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
 from megatrain.engine.options import largest_shape
 from megatrain.engine.rates import host_update_rate
@@ -17,8 +18,9 @@ from megatrain.placing import (
     default_checkpoint_memory,
     placement_rule,
     with_room_for_waiting,
+    with_slots,
 )
-from megatrain.planner import DiskUse, PlacementRule
+from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, rates_of
@@ -26,6 +28,9 @@ from megatrain.units import format_bytes
 
 BETTER = 1.05
 """A change is worth telling from here on."""
+AS_FAST = 1.02
+"""Steps that take up to so much longer are as fast: the estimate knows no cost of launches, so of
+their micro-batches the largest is taken."""
 SHORTEST_ROW = 256
 UNLIMITED = 2**60
 
@@ -51,6 +56,8 @@ class Question:
     """Bytes of a disk for state that the host has no room for; None: there is none."""
     disk_bytes_per_s: float | None = None
     """Read and written there, both at once; None: not known."""
+    offload: Mapping[str, Any] = field(default_factory=dict)
+    """See the config's key."""
 
     @property
     def tokens(self) -> int:
@@ -87,6 +94,16 @@ class Adviser:
         head = 2 * self.model.hidden_size * self.model.vocab_size * question.tokens
         return 3 * (question.rows * layers + head)
 
+    def offload(self, question: Question) -> Offload:
+        """What is asked for.
+
+        Raises:
+            UserError: for what does not exist, or contradicts itself.
+        """
+        plan = step_plan(self.model, EngineOptions(max_grad_norm=question.max_grad_norm))
+        has_disk = question.disk_memory is not None
+        return read_offload(question.offload, plan, has_gpu=True, has_disk=has_disk)
+
     def rule(self, question: Question) -> PlacementRule:
         """How the run would be placed."""
         options = EngineOptions(
@@ -96,8 +113,11 @@ class Adviser:
             length_multiple=question.length,
         )
         budgets = Budgets(
-            host=question.host_memory, checkpoint=default_checkpoint_memory(self.model)
+            host=question.host_memory,
+            checkpoint=default_checkpoint_memory(self.model),
+            offload=self.offload(question),
         )
+        options = with_slots(options, budgets)
         options = with_room_for_waiting(self.model, options, budgets)
         rows, length, num_micro = largest_shape(
             self.model, options, num_rows=question.rows, longest=question.length
@@ -142,6 +162,19 @@ class Adviser:
             return self.ask(question)
         except UserError:
             return None
+
+    def with_micro_rows(self, question: Question) -> Question:
+        """The same run in the micro-batches, of all that split its rows evenly, that suit it best.
+
+        If none fits: in those of the default, so that what is missing is told.
+        """
+        sizes = [n for n in range(1, question.rows + 1) if question.rows % n == 0]
+        asked = {n: self.try_ask(replace(question, micro_rows=n)) for n in sizes}
+        seconds = {n: found.placement.seconds for n, found in asked.items() if found is not None}
+        limit = AS_FAST * min(seconds.values(), default=0.0)
+        usual = min(question.rows, Question.micro_rows)
+        chosen = max((n for n, each in seconds.items() if each <= limit), default=usual)
+        return replace(question, micro_rows=chosen)
 
     def faster(self, question: Question, found: Answer) -> Iterator[str]:
         """Changes that would bring more tokens a second, each with what it would bring."""
@@ -209,6 +242,8 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
     """Changes that need less; of each kind the smallest first."""
     if question.max_grad_norm:
         yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
+    if question.offload:
+        yield iter([("without offload", replace(question, offload={}))])
     yield (
         (f"micro rows: {n}", replace(question, micro_rows=n)) for n in _halves(question.micro_rows)
     )

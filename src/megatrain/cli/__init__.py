@@ -13,7 +13,14 @@ from rich.console import Console
 
 from megatrain import __version__
 from megatrain.cli import reading
-from megatrain.cli.arguments import Device, GpuMemory, parse_size
+from megatrain.cli.arguments import (
+    Device,
+    GpuMemory,
+    Offload,
+    parse_micro_rows,
+    parse_offload,
+    parse_size,
+)
 from megatrain.config import read_config
 from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
@@ -102,6 +109,7 @@ def bench(
         Literal["auto", "host", "device"],
         typer.Option(help="host: stream everything; device: all state on the GPU."),
     ] = "auto",
+    offload: Offload = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
     device: Device = "auto",
     trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,
@@ -109,10 +117,7 @@ def bench(
 ) -> None:
     """Measure training steps of a model's shape, on random weights and tokens."""
     check_model(model)
-    if disk_path is not None:
-        check_scratch(Path(disk_path))
-    elif disk_memory is not None:
-        raise UserError(asked="--disk-memory", found="no disk", change="give --disk-path too")
+    _check_disk(disk_path, disk_memory)
     for key, path in (("trace", trace), ("output", output)):
         if path is not None and not Path(path).exists():
             claim_file(key, Path(path))
@@ -132,6 +137,7 @@ def bench(
         disk_path=None if disk_path is None else Path(disk_path),
         disk_memory=parse_size("disk_memory", disk_memory),
         place=place,
+        offload=parse_offload(offload),
         device=device,
         compile=compiled,
         trace=None if trace is None else Path(trace),
@@ -142,12 +148,21 @@ def bench(
         append_row(Path(output), row)
 
 
+def _check_disk(path: str | None, memory: str | None) -> None:
+    if path is not None:
+        check_scratch(Path(path))
+    elif memory is not None:
+        raise UserError(asked="--disk-memory", found="no disk", change="give --disk-path too")
+
+
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="Directory with a config.json, or a model id.")],
     rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 32,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
-    micro_rows: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 16,
+    micro_rows: Annotated[
+        str, typer.Option(help="Rows of a micro-batch; auto: what suits this GPU best.")
+    ] = "16",
     max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
     gpu: Annotated[
         str | None,
@@ -168,6 +183,7 @@ def plan(
         str | None,
         typer.Option(help="What it reads and writes in a second, both at once, such as 3GB."),
     ] = None,
+    offload: Offload = None,
     tokens: Annotated[float, typer.Option(min=1, help="Of the whole run.")] = 1e9,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -189,9 +205,10 @@ def plan(
         model,
         rows=rows,
         length=length,
-        micro_rows=micro_rows,
+        micro_rows=parse_micro_rows(micro_rows),
         max_grad_norm=max_grad_norm,
         gpu=gpu,
+        offload=parse_offload(offload),
         tokens=tokens,
         as_json=as_json,
         say=typer.echo,

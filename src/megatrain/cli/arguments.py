@@ -1,9 +1,10 @@
 """Arguments and options that several commands have."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from megatrain.config.read import parse_overrides
 from megatrain.errors import UserError
 from megatrain.units import parse_bytes
 
@@ -15,6 +16,10 @@ Dtype = Annotated[
 ]
 GpuMemory = Annotated[
     str | None, typer.Option(help="GPU memory to use, such as 24GiB; default: what is free.")
+]
+Offload = Annotated[
+    str | None,
+    typer.Option(help="What to put where, as in the config, such as '{resident: 2, saved: 1}'."),
 ]
 Revision = Annotated[str | None, typer.Option(help="Revision of a model id.")]
 CacheDir = Annotated[str | None, typer.Option(help="The Hub's cache.")]
@@ -30,3 +35,36 @@ def parse_size(name: str, text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
+
+
+def parse_offload(text: str | None) -> dict[str, Any]:
+    """A mapping as in the config.
+
+    Raises:
+        UserError: if it is none.
+    """
+    if text is None:
+        return {}
+    found = parse_overrides([f"offload={text}"])["offload"]
+    if not isinstance(found, dict):
+        raise UserError(
+            asked=f"--offload {text}", found="no mapping", change="write '{resident: 2, saved: 1}'"
+        )
+    return found
+
+
+def parse_micro_rows(text: str) -> int | None:
+    """A number from 1; None for auto.
+
+    Raises:
+        UserError: for anything else.
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(
+            asked=f"--micro-rows {text}",
+            found="no such number of rows",
+            change="use auto, or 1, 2 ...",
+        )
+    return int(text)

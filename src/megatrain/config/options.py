@@ -71,6 +71,7 @@ OWN_KEYS = frozenset(
         "disk_path",
         "disk_memory",
         "gpu_memory",
+        "offload",
         "trace",
         "trace_steps",
     }

@@ -46,6 +46,7 @@ FREE = frozenset(
         "disk_path",
         "disk_memory",
         "gpu_memory",
+        "offload",
         "trace",
         "trace_steps",
         "allow_nonfinite_blocks",

@@ -11,12 +11,15 @@ from megatrain.planner.disk import (
 from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
 from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
 from megatrain.planner.inference import resident_weights
+from megatrain.planner.offload import NOTHING_ASKED, Offload, read_offload
 from megatrain.planner.placement import Placement, PlacementRule
 
 __all__ = [
+    "NOTHING_ASKED",
     "DiskUse",
     "HostMemory",
     "MemoryNeed",
+    "Offload",
     "Placement",
     "PlacementRule",
     "available_host_bytes",
@@ -26,6 +29,7 @@ __all__ = [
     "disk_use",
     "host_memory",
     "memory_need",
+    "read_offload",
     "resident_weights",
     "tier_for",
     "with_disk",

@@ -148,6 +148,7 @@ def _disk(rule: PlacementRule, placement: Placement, room: DiskRoom) -> DiskUse 
         gradient_dtype=rule.gradient_dtype,
         host_budget=rule.host_budget,
         path=ON_PAPER,
+        asked=rule.offload.disk,
     )
     if tier is None:
         return None

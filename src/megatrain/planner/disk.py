@@ -129,6 +129,7 @@ def tier_for(
     gradient_dtype: str,
     host_budget: int,
     path: Path,
+    asked: frozenset[int] | None = None,
 ) -> DiskTier | None:
     """What must live on the disk, beside what is on the device already; None if nothing must.
 
@@ -138,8 +139,13 @@ def tier_for(
         gradient_dtype: dtype of a rounded gradient.
         host_budget: bytes.
         path: of the disk.
+        asked: the blocks, if they are asked for by name or number.
     """
-    blocks = blocks_on_disk(layouts, plan, gradient_dtype=gradient_dtype, host_budget=host_budget)
+    blocks = asked
+    if blocks is None:
+        blocks = blocks_on_disk(
+            layouts, plan, gradient_dtype=gradient_dtype, host_budget=host_budget
+        )
     waiting = gradient_dtype if plan.clip else None
     return DiskTier(blocks=blocks, path=path, gradient_dtype=waiting) if blocks else None
 

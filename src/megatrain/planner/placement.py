@@ -15,6 +15,7 @@ from megatrain.errors import UserError
 from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
+from megatrain.planner.offload import NOTHING_ASKED, Offload
 from megatrain.planner.rough import rough_seconds
 from megatrain.schedule import (
     Footprint,
@@ -80,6 +81,8 @@ class PlacementRule:
     """Bytes on the device that the run may use."""
     host_budget: int
     """The same on the host."""
+    offload: Offload = NOTHING_ASKED
+    """What was asked for is so in every placement that is tried."""
 
     def place(self) -> Placement:
         """The placement with the shortest estimated step.
@@ -89,10 +92,13 @@ class PlacementRule:
         """
         prefixes = [frozenset(range(count)) for count in range(self.plan.head + 1)]
         residents = [*prefixes, *(prefix | {self.plan.head} for prefix in prefixes[1:])]
+        if self.offload.resident is not None:
+            residents = [self.offload.resident]
         starts = [
-            self.placement(resident, NONE, spills=spills)
-            for spills in (False, True)
+            self.placement(resident, self.offload.saved or NONE, spills=spills)
+            for spills in ((False, True) if self.offload.spilled is None else (False,))
             for resident in residents
+            if not resident & self.offload.not_resident
         ]
         tried = [self._with_saved(p) for p in starts if p.device_bytes <= self.budget]
         if not tried:
@@ -135,7 +141,8 @@ class PlacementRule:
             f" of slots, {format_bytes(self.footprint.workspace_bytes)} of workspace, and"
             f" activations of {self.plan.num_micro} micro-batches",
             change="raise gpu_memory, or lower per_device_train_batch_size,"
-            " gradient_accumulation_steps, micro_batch_tokens or max_length",
+            " gradient_accumulation_steps, micro_batch_tokens or max_length"
+            + (", or ask for less in offload" if self.offload.words else ""),
         )
 
     def fixed(self, *, on_device: bool) -> Placement:
@@ -156,8 +163,12 @@ class PlacementRule:
         These are the resident ones, whose weights need no slot of their own to stay; and without
         clipping the host, whose updates begin with the last layers, is given more time for them.
         """
+        if self.offload.saved is not None:
+            return best
         saved, spills = NONE, best.spill is not None
         for layer in range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1):
+            if layer in self.offload.not_saved:
+                continue
             saved |= {layer}
             placement = self.placement(best.resident, saved, spills=spills)
             if placement.device_bytes > self.budget:
@@ -168,7 +179,7 @@ class PlacementRule:
     def placement(
         self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
     ) -> Placement:
-        spill = self._spill(saved) if spills else None
+        spill = self._spill(saved) if spills or self.offload.spilled else None
         plan = replace(self.plan, resident=resident, saved=saved, spill=spill)
         return Placement(
             resident=resident,
@@ -203,16 +214,17 @@ class PlacementRule:
         }
 
     def _spill(self, saved: frozenset[int]) -> Spill:
-        """Of every layer whose input waits for backward."""
-        layers = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
+        """Of every layer whose input waits for backward, or of those that were asked for."""
+        layers = frozenset(range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1))
+        asked = self.offload.spilled
         return Spill(
-            blocks=frozenset(layers) - saved,
+            blocks=layers - saved if asked is None else asked,
             input_bytes=self.footprint.input_bytes,
             num_micro=self.plan.num_micro,
         )
 
     def _host_bytes(self, placement: Placement) -> int:
-        plan = self.laid_out(placement)
+        plan = replace(self.laid_out(placement), on_disk=self.offload.disk or NONE)
         return memory_need(self.layouts, plan, gradient_dtype=self.gradient_dtype).host_total
 
     def _slots(self, plan: StepPlan) -> int:

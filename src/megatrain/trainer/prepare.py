@@ -38,7 +38,7 @@ from megatrain.data import (
     split_rows,
 )
 from megatrain.data.tokenizer import Tokenizer
-from megatrain.engine import EngineOptions, choose_device
+from megatrain.engine import EngineOptions, choose_device, step_plan
 from megatrain.engine.options import AdamWOptions
 from megatrain.models import BlockModel
 from megatrain.models.hub import ModelFiles, find_model
@@ -46,6 +46,7 @@ from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.optim import learning_rate_schedule
 from megatrain.placing import Budgets, check_options_and_memory, default_checkpoint_memory
+from megatrain.planner import read_offload
 from megatrain.preflight import find_gguf
 from megatrain.units import parse_bytes
 
@@ -233,6 +234,12 @@ def _checked_memory(
         checkpoint=checkpoint if writes else 0,
         disk_path=None if config.disk_path is None else Path(config.disk_path),
         disk=disk,
+        offload=read_offload(
+            config.offload,
+            step_plan(model, options),
+            has_gpu=device.type == "cuda",
+            has_disk=config.disk_path is not None,
+        ),
     )
     check_options_and_memory(model, options, device=device, budgets=budgets)
     return budgets

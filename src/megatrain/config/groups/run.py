@@ -1,6 +1,6 @@
 """Keys of a run: what it writes and when, what it may use."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -66,6 +66,12 @@ class RunKeys(Keys):
         None,
         description="GPU memory that the run may use, such as 24GiB; default: what is free. What is"
         " to spare holds state and activations that then need not be moved or computed again.",
+    )
+    offload: dict[str, Any] = Field(
+        default_factory=dict,
+        description="What to put where, in place of the planner's choice: resident, saved, spilled,"
+        " disk, each all, a count or a list such as [embed, 0-3, head]; weight_slots,"
+        " gradient_slots, waiting_slots, disk_slots. See [memory.md](memory.md#placing-by-hand).",
     )
     trace: str | None = Field(
         None,
