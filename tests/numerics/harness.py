@@ -23,6 +23,7 @@ from megatrain.layout import Purpose
 from megatrain.memory import BlockStore, DiskTier, segment_views
 from megatrain.memory.store import param_views
 from megatrain.models import build_on_meta, split_model
+from megatrain.models.parts import in_parts, join_blocks
 from megatrain.models.selection import Selection
 from megatrain.schedule import Spill
 
@@ -101,6 +102,7 @@ def make_engine(
     resident: frozenset[int] = frozenset(),
     disk: DiskTier | None = None,
     options: EngineOptions | None = None,
+    expert_parts: int | None = None,
     **extra: Any,
 ) -> Engine:
     """An engine whose masters are copies of `masters` (a state dict)."""
@@ -109,11 +111,12 @@ def make_engine(
         compute_dtype=compute_dtype,
         selection=Selection(trainable=trainable, frozen=frozen),
     )
+    if expert_parts is not None:
+        model = in_parts(model, expert_parts)
     layouts = [block.layout for block in model.blocks]
     store = BlockStore(layouts, device=torch.device(device), resident=resident, disk=disk)
     for block in model.blocks:
-        names = [param.name for param in block.layout.params]
-        store.write(block.index, {name: masters[name] for name in names})
+        store.write(block.index, model.cut(block.index, masters))
     chosen = options or EngineOptions(adamw=ADAMW, debug=True, host_threads=1)
     return Engine(model, store, chosen, device=torch.device(device), **extra)
 
@@ -203,12 +206,15 @@ def engine_state(engine: Engine, purpose: Purpose) -> dict[str, Tensor]:
     """Masters (for WEIGHT) or moments by name, after a flush."""
     engine.flush()
     state: dict[str, Tensor] = {}
-    for block in engine.model.blocks:
+
+    def of_block(block: int) -> dict[str, Tensor]:
         if purpose is Purpose.WEIGHT:
-            state |= engine.store.masters(block.index)
-        else:
-            moments = engine.store.moments(block.index, purpose)
-            state |= {name: view.cpu().clone() for name, view in moments.items()}
+            return engine.store.masters(block)
+        moments = engine.store.moments(block, purpose)
+        return {name: view.cpu().clone() for name, view in moments.items()}
+
+    for block in engine.model.whole.blocks:
+        state |= join_blocks(engine.model, of_block, block.index)
     return state
 
 
@@ -216,13 +222,17 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
     """Rounded gradients as they wait for the update (clipping on), unclipped."""
     found: dict[str, Tensor] = {}
     dtype = engine._worker.gradient_dtype
-    for block in engine.model.blocks[: engine.plan.head + 1]:
-        if block.layout.trainable:
-            flat = engine.buffers.home_gradients[block.index]
-            views = segment_views(block.layout, Purpose.GRADIENT, flat, dtype)
-            found |= {
-                n: v.cpu().float().clone() for n, v in param_views(block.layout, views).items()
-            }
+
+    def of_block(block: int) -> dict[str, Tensor]:
+        layout = engine.model.blocks[block].layout
+        if not layout.trainable or block > engine.plan.head:
+            return {}
+        flat = engine.buffers.home_gradients[block]
+        views = param_views(layout, segment_views(layout, Purpose.GRADIENT, flat, dtype))
+        return {name: view.cpu().float().clone() for name, view in views.items()}
+
+    for block in engine.model.whole.blocks:
+        found |= join_blocks(engine.model, of_block, block.index)
     return found
 
 

@@ -20,7 +20,7 @@ from megatrain.engine.queries import answer
 from megatrain.engine.randomness import keyed_randomness
 from megatrain.engine.state import StepState
 from megatrain.engine.views import Views
-from megatrain.models import BlockModel
+from megatrain.models import BlockModel, Role
 from megatrain.models.passes import (
     Leaves,
     Tensors,
@@ -30,7 +30,7 @@ from megatrain.models.passes import (
     forward_with_graph,
     pull,
 )
-from megatrain.models.templates import LayerTemplate, layer_templates
+from megatrain.models.templates import stage_templates
 from megatrain.schedule import Op, StepPlan
 
 SMALLEST_CHUNK = 256
@@ -42,7 +42,7 @@ class Programs:
     """How functions of blocks are run, and the layers' templates if they are compiled."""
 
     runner: Runner
-    templates: Sequence[LayerTemplate] = ()
+    templates: Sequence[Role] = ()
 
     @classmethod
     def of(cls, model: BlockModel, options: EngineOptions) -> "Programs":
@@ -50,7 +50,7 @@ class Programs:
         if options.compile_backend is None or model.random:
             return cls(runner=Runner())
         runner = Compiler(options.compile_backend)
-        return cls(runner=runner, templates=layer_templates(model))
+        return cls(runner=runner, templates=stage_templates(model))
 
     @property
     def compiler(self) -> Compiler | None:
@@ -73,6 +73,8 @@ class BlockCompute:
     """Layers whose forward is kept for backward instead of being computed again."""
     spilled: frozenset[int]
     """Layers whose input waits on the host."""
+    additive: frozenset[int]
+    """Those that add to their input without looking at it."""
     always_with_graph: bool
     """Run the very same forward in forward and backward, saved or not: bitwise the same results."""
 
@@ -100,6 +102,7 @@ class BlockCompute:
             lowest_trainable=plan.lowest_trainable,
             saved=plan.saved,
             spilled=plan.spilled,
+            additive=plan.additive,
             always_with_graph=options.always_with_graph,
         )
 
@@ -115,7 +118,7 @@ class BlockCompute:
                 y_BTD, written = self._embed(state, op)
             else:
                 y_BTD, written = self._layer_forward(state, op)
-        state.carried[micro].add(block, written)
+        state.carried[micro].add(block, written, latest_only=not state.training)
         state.boundaries[block + 1, micro] = y_BTD
         if block > 0 and not self._stays(state, op):
             del state.boundaries[block, micro]
@@ -125,9 +128,12 @@ class BlockCompute:
         block, micro = op.block, op.micro
         if not state.training or block < self.lowest_trainable or block in self.saved:
             return False
+        x_BTD = state.boundaries[block, micro]
+        if block in self.additive:  # only its form is asked for again
+            state.boundaries[block, micro] = x_BTD.new_zeros(()).expand_as(x_BTD)
+            return True
         if block not in self.spilled:
             return True
-        x_BTD = state.boundaries[block, micro]
         self.views.passing(op, x_BTD.shape, x_BTD.dtype).copy_(x_BTD)
         state.spilled[block, micro] = (x_BTD.shape, x_BTD.dtype)
         return False
@@ -143,8 +149,11 @@ class BlockCompute:
     def _layer_forward(self, state: StepState, op: Op) -> tuple[Tensor, dict[str, Tensor]]:
         block, micro = op.block, op.micro
         run, tensors = self._layer(op)
-        x_BTD, call = state.boundaries[block, micro], state.calls[micro][block - 1]
-        carried = state.carried[micro].before(block)
+        x_BTD, call = (
+            state.boundaries[block, micro],
+            state.calls[micro][self.model.layer_of(block - 1)],
+        )
+        carried = state.carried[micro].before(block, self.model.reads(block - 1))
         saves = state.training and block in self.saved
         if not saves and not self.always_with_graph:
             y_BTD, written = self._runner(forward, run, tensors, x_BTD, call, carried)
@@ -167,14 +176,15 @@ class BlockCompute:
 
     def _leaves(self, state: StepState, op: Op, tensors: Tensors, x_BTD: Tensor) -> Leaves:
         block, carried = op.block, state.carried[op.micro]
+        keys = self.model.reads(block - 1)
         trained = [param.name for param in self.views.layout(block).trainable_params]
         prefix = self.model.layer_prefix(block - 1)
         return as_leaves(
             tensors,
             x_BTD,
-            carried.before(block),
+            carried.before(block, keys),
             trained={name.removeprefix(prefix) for name in trained},
-            differentiable=carried.differentiable(block, self.lowest_trainable),
+            differentiable=carried.differentiable(block, self.lowest_trainable, keys),
             passes_on=block > self.lowest_trainable,
         )
 
@@ -210,7 +220,7 @@ class BlockCompute:
         if block in self.saved:
             return pull(*state.saved.pop((block, micro)), outgoing, sums)
         run, tensors = self._layer(op)
-        call = state.calls[micro][block - 1]
+        call = state.calls[micro][self.model.layer_of(block - 1)]
         x_BTD = (
             self.views.passing(op, *state.spilled.pop((block, micro)))
             if block in self.spilled
@@ -220,15 +230,15 @@ class BlockCompute:
             leaves = self._leaves(state, op, tensors, x_BTD)
             output = self._runner(forward_with_graph, run, *leaves[:2], call, leaves.carried)
             return pull(leaves, output, outgoing, sums)
-        carried = state.carried[micro]
+        carried, keys = state.carried[micro], self.model.reads(block - 1)
         gradient, read = self._runner(
             backward,
             run,
             tensors,
             x_BTD,
             call,
-            carried.before(block),
-            carried.differentiable(block, self.lowest_trainable),
+            carried.before(block, keys),
+            carried.differentiable(block, self.lowest_trainable, keys),
             outgoing,
             sums,
             block > self.lowest_trainable,

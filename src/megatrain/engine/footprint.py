@@ -166,7 +166,7 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footpri
     def op(kind: OpKind, block: int) -> Op:
         return Op(kind=kind, lane=Lane.COMPUTE, block=block)
 
-    layers = range(1, model.num_layers + 1)
+    layers = range(1, model.num_stages + 1)
     embed_s = meter(compute.forward, state, op(OpKind.FORWARD, 0))
     forward_s, saved_bytes = [], []
     for block in layers:
@@ -176,14 +176,15 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footpri
         meter(saving.forward, state, op(OpKind.FORWARD, block))
         saved_bytes.append(meter.allocated() - before + kept.nbytes)
         last = state.saved.pop((block, 0))
-        if block != model.num_layers:
+        if block != model.num_stages:
             del last
             state.boundaries[block, 0] = kept
             forward_s.append(meter(compute.forward, state, op(OpKind.FORWARD, block)))
-    state.saved[model.num_layers, 0] = last
+    state.saved[model.num_stages, 0] = last
+    carried_bytes = state.carried[0].nbytes
     loss_s = meter(compute.loss, state, op(OpKind.LOSS, model.head.index))
     backward_s = []
-    saving = replace(compute, saved=frozenset({model.num_layers}))
+    saving = replace(compute, saved=frozenset({model.num_stages}))
     for block in reversed(layers):
         if block < compute.lowest_trainable:
             break
@@ -194,6 +195,7 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footpri
     return Footprint(
         input_bytes=kept.nbytes,
         saved_bytes=tuple(saved_bytes),
+        carried_bytes=carried_bytes,
         calls_bytes=_recorded_bytes(state.calls[0]),
         workspace_bytes=meter.peak_bytes,
         embed_s=embed_s,

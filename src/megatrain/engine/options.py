@@ -79,11 +79,12 @@ def step_plan(
     """What the schedule of a step depends on; the number of micro-batches is filled in per step."""
     streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
     return StepPlan(
-        num_layers=model.num_layers,
+        num_layers=model.num_stages,
         num_micro=1,
         trainable=tuple(block.layout.trainable for block in streamed),
         clip=options.max_grad_norm > 0,
         tied=bool(model.shared),
+        additive=model.additive,
         resident=resident,
         on_disk=on_disk,
         saved=options.saved,

@@ -1,6 +1,6 @@
 """Hugging Face causal language models as blocks; the only room that knows modelling code."""
 
-from megatrain.models.blocks import Block, BlockKind, BlockModel, LayerCall
+from megatrain.models.blocks import Block, BlockKind, BlockModel, LayerCall, Role
 from megatrain.models.build import build_on_meta, read_config
 from megatrain.models.carried import CarriedTensors
 from megatrain.models.split import split_model
@@ -11,6 +11,7 @@ __all__ = [
     "BlockModel",
     "CarriedTensors",
     "LayerCall",
+    "Role",
     "build_on_meta",
     "read_config",
     "split_model",

@@ -64,7 +64,7 @@ def _counted(model: BlockModel) -> tuple[int, dict[str, int], dict[str, int]]:
     """Parameters outside of experts; those of each group of experts, and their number."""
     dense, of_experts = 0, defaultdict[str, int](int)
     counts = defaultdict[str, int](int)
-    for block in model.blocks:
+    for block in model.whole.blocks:
         for param in () if block.kind is BlockKind.UNUSED else block.layout.params:
             found = EXPERT.fullmatch(param.name)
             if found is None:

@@ -35,8 +35,9 @@ from megatrain.models.recorder import (
     first_tensor,
     recorders_in,
 )
+from megatrain.models.stages import ExpertRange, Role, Stage
 
-__all__ = ["Block", "BlockKind", "BlockModel", "LayerCall"]
+__all__ = ["Block", "BlockKind", "BlockModel", "LayerCall", "Role"]
 
 Params = Mapping[str, Tensor]
 
@@ -66,7 +67,8 @@ class Block:
 class BlockModel:
     """A Hugging Face model split into blocks.
 
-    `blocks` are embed, the layers in forward order, head and, if there are any, unused ones.
+    `blocks` are embed, the layers in forward order, head and, if there are any, unused ones.  Where
+    experts are streamed in parts, several blocks make a layer (`stages`).
     """
 
     hf_model: Any
@@ -87,6 +89,10 @@ class BlockModel:
     """Whether anything random (dropout, jitter) happens in training mode."""
     packing: Packing | None = None
     """How it is told of several samples in a row; None unless that is proved."""
+    stages: tuple[Stage, ...] = ()
+    """Of the blocks between embed and head, if layers are cut; empty: each is a layer."""
+    uncut: "BlockModel | None" = None
+    """The same with whole layers, if layers are cut here: what is on a disk is of these."""
     generation_config: str | None = None
     """The text of the source's `generation_config.json`, which goes where the model goes."""
 
@@ -135,17 +141,64 @@ class BlockModel:
         return len(self.container)
 
     @property
+    def num_stages(self) -> int:
+        """Blocks between embed and head."""
+        return len(self.stages) or self.num_layers
+
+    @property
+    def whole(self) -> "BlockModel":
+        """The model with whole layers: itself, unless some are cut."""
+        return self.uncut or self
+
+    @property
+    def additive(self) -> frozenset[int]:
+        """Blocks that add to their input without looking at it."""
+        return frozenset(n for n, stage in enumerate(self.stages, start=1) if stage.role.additive)
+
+    def layer_of(self, stage: int) -> int:
+        """The layer that a block between embed and head belongs to; both 0-based."""
+        return self.stages[stage].layer if self.stages else stage
+
+    def reads(self, stage: int) -> frozenset[str] | None:
+        """Keys of the carried tensors that it reads; None: whatever there is."""
+        return self.stages[stage].role.reads if self.stages else None
+
+    def blocks_of(self, whole: int) -> range:
+        """The blocks that make one block of the uncut model."""
+        if not self.stages or whole == 0:
+            return range(whole, whole + 1)
+        beyond = whole - 1 - self.num_layers
+        if beyond >= 0:
+            return range(self.num_stages + 1 + beyond, self.num_stages + 2 + beyond)
+        mine = [n for n, stage in enumerate(self.stages, start=1) if stage.layer == whole - 1]
+        return range(mine[0], mine[-1] + 1)
+
+    def cut(self, block: int, tensors: Params) -> dict[str, Tensor]:
+        """A block's share of whole parameters by full name; views."""
+        experts = self.experts_of(block)
+        rows = slice(None) if experts is None else slice(experts.first, experts.end)
+        layout = self.blocks[block].layout
+        return {
+            p.name: tensors[p.name][rows] if experts else tensors[p.name] for p in layout.params
+        }
+
+    def experts_of(self, block: int) -> ExpertRange | None:
+        """Which rows of its parameters a block holds; None: all."""
+        inside = self.stages and 0 < block <= self.num_stages
+        return self.stages[block - 1].experts if inside else None
+
+    @property
     def embed(self) -> Block:
         return self.blocks[0]
 
     @property
     def head(self) -> Block:
-        return self.blocks[self.num_layers + 1]
+        return self.blocks[self.num_stages + 1]
 
     @property
     def unused(self) -> tuple[Block, ...]:
         """Parameters that no logit depends on; the forward may touch them all the same."""
-        return self.blocks[self.num_layers + 2 :]
+        return self.blocks[self.num_stages + 2 :]
 
     @property
     def num_params(self) -> int:
@@ -158,6 +211,8 @@ class BlockModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
+        for stage in self.stages:
+            stage.constants.update({n: each.to(device) for n, each in stage.constants.items()})
 
     def train(self, mode: bool) -> None:
         """Switch dropout and the like on or off."""
@@ -240,10 +295,10 @@ class BlockModel:
         call: LayerCall,
         carried: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One decoder layer.
+        """One decoder layer, or a stage of one.
 
         Args:
-            index: position in the container, 0-based.
+            index: of the block between embed and head, 0-based.
             params: the layer's parameters by full name, or by their name in the layer.
             x_BTD: its input.
             call: what `prologue` recorded for it.
@@ -254,15 +309,19 @@ class BlockModel:
         """
         prefix = self.layer_prefix(index)
         local = {name.removeprefix(prefix): tensor for name, tensor in params.items()}
+        if self.stages:
+            local |= self.buffers(index)
+            return self.stages[index].role.layer(local, x_BTD, call, carried)
         return run_layer(self.container[index], local, x_BTD, call, carried, self.carried_keys)
 
     def buffers(self, index: int) -> dict[str, Tensor]:
-        """A layer's buffers by their name in the layer."""
-        return dict(self.container[index].named_buffers())
+        """Buffers, and constants of a stage, by their name in the layer."""
+        buffers = dict(self.container[self.layer_of(index)].named_buffers())
+        return buffers | self.stages[index].constants if self.stages else buffers
 
     def layer_prefix(self, index: int) -> str:
         """What the names of a layer's parameters begin with."""
-        return f"{self.container_name}.{index}."
+        return f"{self.container_name}.{self.layer_of(index)}."
 
     @cached_property
     def carried_keys(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Tensors that reach a layer beside its hidden state and must be computed anew in every step.
 
-Three kinds, each with a key that is unique within the model:
+Four kinds, each with a key that is unique within the model:
 
 - `prologue/N`: computed before the first layer from parameters, such as gemma4's per-layer
   embeddings, zamba2's first hidden state or a learned position bias.
@@ -9,12 +9,15 @@ Three kinds, each with a key that is unique within the model:
 - `ARGUMENT/NAME/N`: an entry that a layer writes into a container which later layers read, such as
   gemma4's shared keys and values.
 
+- `experts/N`: what the first half of a layer gives to its experts and to its second half, where
+  experts are streamed in parts (`models/parts.py`).
+
 A block reads what the blocks before it have written, the latest of each key.  The gradients that
 arrive at such a tensor are summed and go to the block that wrote it.
 """
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,15 +89,27 @@ class CarriedTensors:
         self._tensors: dict[tuple[int, str], Tensor] = {}  # (producer, key), in forward order
         self._gradients: dict[tuple[int, str], Tensor] = {}
 
-    def add(self, block: int, written: Mapping[str, Tensor]) -> None:
-        """Keep what a block has written in the forward pass."""
+    def add(self, block: int, written: Mapping[str, Tensor], *, latest_only: bool = False) -> None:
+        """Keep what a block has written in the forward pass.
+
+        Args:
+            latest_only: no backward follows, so that what stood under these keys is not needed.
+        """
+        if latest_only:
+            self._tensors = {at: t for at, t in self._tensors.items() if at[1] not in written}
         self._tensors |= {(block, key): tensor for key, tensor in written.items()}
 
-    def before(self, block: int) -> dict[str, Tensor]:
-        """What a block reads: the latest of each key."""
-        return {key: self._tensors[producer, key] for key, producer in self._producers(block)}
+    def before(self, block: int, keys: Collection[str] | None = None) -> dict[str, Tensor]:
+        """What a block reads: the latest of each key, or of `keys` only."""
+        return {
+            key: self._tensors[producer, key]
+            for key, producer in self._producers(block)
+            if keys is None or key in keys
+        }
 
-    def differentiable(self, block: int, lowest_producer: int) -> tuple[str, ...]:
+    def differentiable(
+        self, block: int, lowest_producer: int, keys: Collection[str] | None = None
+    ) -> tuple[str, ...]:
         """Keys of what a block reads whose gradient is wanted.
 
         Those whose producer, or a block before it, is trained.
@@ -102,7 +117,9 @@ class CarriedTensors:
         return tuple(
             key
             for key, producer in self._producers(block)
-            if producer >= lowest_producer and self._tensors[producer, key].is_floating_point()
+            if (keys is None or key in keys)
+            and producer >= lowest_producer
+            and self._tensors[producer, key].is_floating_point()
         )
 
     def add_gradients(self, block: int, gradients: Mapping[str, Tensor | None]) -> None:
@@ -114,6 +131,12 @@ class CarriedTensors:
             place = (producers[key], key)
             known = self._gradients.get(place)
             self._gradients[place] = gradient if known is None else known + gradient
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept, what several share counted once."""
+        storages = (tensor.untyped_storage() for tensor in self._tensors.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def take_gradients(self, block: int) -> dict[str, Tensor]:
         """Gradients by key of what a block wrote and later ones used; all of it is dropped."""

@@ -186,20 +186,21 @@ def _gradients_by_blocks(
     positions: Tensor | None,
 ) -> dict[str, Tensor]:
     """Forward with inputs kept, then one block after the other recomputed and run backward."""
-    of_block = [{p.name: params[p.name] for p in block.layout.params} for block in blocks.blocks]
+    of_block = [blocks.cut(block.index, params) for block in blocks.blocks]
     sums = {name: torch.zeros_like(param) for name, param in params.items()}
     carried = CarriedTensors()
     with torch.no_grad():
         embedded, calls, written = blocks.prologue(of_block[0], ids, positions)
     carried.add(0, written)
     inputs = [embedded]
+    calls = [calls[blocks.layer_of(stage)] for stage in range(blocks.num_stages)]
     for block, call in enumerate(calls, start=1):
         y, written = forward(
             partial(blocks.layer, block - 1),
             of_block[block],
             inputs[-1],
             call,
-            carried.before(block),
+            carried.before(block, blocks.reads(block - 1)),
         )
         carried.add(block, written)
         inputs.append(y)
@@ -214,18 +215,19 @@ def _gradients_by_blocks(
         sums[name] += 0 if param.grad is None else param.grad
     gradient = hidden.grad
 
-    for block in reversed(range(blocks.num_layers + 1)):
+    for block in reversed(range(blocks.num_stages + 1)):
         assert gradient is not None
         outgoing = {"": gradient} | carried.take_gradients(block)
+        keys = blocks.reads(block - 1) if block else None
         gradient, read = backward(
             partial(blocks.layer, block - 1) if block else blocks.embedding,
             of_block[block],
             inputs[block - 1] if block else ids,
             calls[block - 1] if block else positions,
-            carried.before(block),
-            carried.differentiable(block, 0),
+            carried.before(block, keys),
+            carried.differentiable(block, 0, keys),
             outgoing,
-            {name: sums[name] for name in of_block[block]},
+            blocks.cut(block, sums),
             block > 0,
         )
         carried.add_gradients(block, read)

@@ -6,14 +6,14 @@ The template has no index at all: a layer that reads it fails instead of computi
 """
 
 import copy
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain.models.blocks import BlockModel, run_layer
+from megatrain.models.blocks import BlockModel, Role, run_layer
 from megatrain.models.recorder import LayerCall
 
 INDEX = "layer_idx"
@@ -31,10 +31,13 @@ class LayerTemplate:
         carried_keys: see `run_layer`.
     """
 
+    additive = False
+    reads = None
+
     def __init__(self, number: int, module: nn.Module, carried_keys: frozenset[str]) -> None:
         self.number, self._carried_keys = number, carried_keys
-        self._module = copy.deepcopy(module)
-        for each in self._module.modules():
+        self.module = copy.deepcopy(module)
+        for each in self.module.modules():
             each.__dict__.pop(INDEX, None)
 
     def layer(
@@ -45,7 +48,12 @@ class LayerTemplate:
         carried: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As `BlockModel.layer`; `tensors` are parameters *and* buffers by name in the layer."""
-        return run_layer(self._module, tensors, x_BTD, call, carried, self._carried_keys)
+        return run_layer(self.module, tensors, x_BTD, call, carried, self._carried_keys)
+
+
+def stage_templates(model: BlockModel) -> Sequence[Role]:
+    """What every block between embed and head is to compute, in forward order."""
+    return [stage.role for stage in model.stages] or layer_templates(model)
 
 
 def layer_templates(model: BlockModel) -> list[LayerTemplate]:

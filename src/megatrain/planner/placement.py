@@ -194,7 +194,9 @@ class PlacementRule:
         cost = self.footprint
         slots = slot_sizes(self.layouts[: plan.head + 1], plan, self.gradient_dtype)
         trained = range(max(plan.lowest_trainable, 1), plan.num_layers + 1)
-        recomputed = [layer for layer in trained if layer not in plan.saved | plan.spilled]
+        recomputed = [
+            layer for layer in trained if layer not in plan.saved | plan.spilled | plan.additive
+        ]
         return {
             **{
                 purpose.value: sum(self.layouts[block].nbytes(purpose) for block in plan.resident)
@@ -209,6 +211,7 @@ class PlacementRule:
             "inputs of layers": plan.num_micro * (len(recomputed) + 2) * cost.input_bytes,
             "saved activations": plan.num_micro
             * sum(cost.saved_bytes[layer - 1] for layer in plan.saved),
+            "carried tensors": plan.num_micro * cost.carried_bytes,
             "masks and positions": plan.num_micro * cost.calls_bytes,
             "workspace": cost.workspace_bytes,
         }
@@ -218,7 +221,7 @@ class PlacementRule:
         layers = frozenset(range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1))
         asked = self.offload.spilled
         return Spill(
-            blocks=layers - saved if asked is None else asked,
+            blocks=(layers - saved if asked is None else asked) - self.plan.additive,
             input_bytes=self.footprint.input_bytes,
             num_micro=self.plan.num_micro,
         )

@@ -29,6 +29,8 @@ class Footprint:
     """Per layer: what stays if it is saved instead of recomputed, its input included."""
     calls_bytes: int
     """What is recorded for the layers of a micro-batch: rotary embeddings, masks of packed rows."""
+    carried_bytes: int = 0
+    """What blocks hand to later ones beside their output, from forward to backward."""
     workspace_bytes: int
     """The most that any operation needs for its duration."""
     embed_s: float

@@ -22,6 +22,7 @@ class StepPlan:
     """What decides a step's list of operations."""
 
     num_layers: int
+    """Blocks between embed and head."""
     num_micro: int
     trainable: tuple[bool, ...]
     """Per block, embed to head."""
@@ -37,6 +38,8 @@ class StepPlan:
     """Blocks whose state lives on the disk, with clipping their waiting gradient too."""
     saved: frozenset[int] = frozenset()
     """Layers that are not recomputed: what backward needs stays, their weights too."""
+    additive: frozenset[int] = frozenset()
+    """Blocks that add to their input without looking at it: it need not wait for backward."""
     spill: Spill | None = None
     layer_weight_slots: int = 2
     layer_gradient_slots: int = 2
@@ -59,7 +62,7 @@ class StepPlan:
 
     @property
     def spilled(self) -> frozenset[int]:
-        return frozenset() if self.spill is None else self.spill.blocks
+        return frozenset() if self.spill is None else self.spill.blocks - self.additive
 
     @property
     def before_update(self) -> str:
