@@ -13,7 +13,7 @@ from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_dev
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.engine.rates import disk_rates
-from megatrain.layout import STATE
+from megatrain.layout import STATE, Purpose
 from megatrain.memory import DiskTier
 from megatrain.models import BlockModel
 from megatrain.planner import (
@@ -307,4 +307,15 @@ def _need(
         plan,
         gradient_dtype=check_options(model, options),
     )
-    return replace(need, host=need.host | {"checkpoint": budgets.checkpoint})
+    beside = {"checkpoint": budgets.checkpoint}
+    if budgets.checkpoint and model.uncut is not None:
+        beside["joined experts"] = _joined_bytes(model, on_disk=bool(plan.on_disk))
+    return replace(need, host=need.host | beside)
+
+
+def _joined_bytes(model: BlockModel, *, on_disk: bool) -> int:
+    """What a checkpoint takes beside its pool where layers are cut: one layer's weights, as its
+    file has them; of blocks on the disk one layer's moments too."""
+    purposes = (Purpose.WEIGHT, Purpose.EXP_AVG) if on_disk else (Purpose.WEIGHT,)
+    layouts = [block.layout for block in model.whole.blocks]
+    return max(sum(layout.nbytes(purpose) for purpose in purposes) for layout in layouts)

@@ -12,7 +12,7 @@ from megatrain.checkpoint.directory import (
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.export import save_model, write_config
 from megatrain.checkpoint.manifest import TrainingState, read_state, verify
-from megatrain.checkpoint.restore import masters_of, restore_state
+from megatrain.checkpoint.restore import cut_steps, join_steps, masters_of, restore_state
 from megatrain.checkpoint.snapshot import BufferPool, Snapshot
 from megatrain.checkpoint.writer import CheckpointWriter
 
@@ -25,6 +25,8 @@ __all__ = [
     "Snapshot",
     "TrainingState",
     "checkpoints",
+    "cut_steps",
+    "join_steps",
     "last_whole",
     "masters_of",
     "read_state",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatrain.checkpoint.tensors import FilePlan, Shards, TensorSpec, bytes_of, index_of
-from megatrain.layout import Purpose, Segment
+from megatrain.layout import BlockLayout, Purpose, Segment
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
 from megatrain.models import BlockModel
@@ -31,7 +31,7 @@ STATE_PURPOSES = (Purpose.EXP_AVG, Purpose.EXP_AVG_SQ, Purpose.RESIDUAL)
 Piece = tuple[str, Tensor]
 """A file's path in the directory, and the next bytes of it (flat uint8)."""
 Read = Callable[[int], dict[str, Tensor]]
-"""A block's weights by the parameters' full names."""
+"""A block's weights by the parameters' full names; blocks are of whole layers."""
 
 
 def state_file(block: int) -> str:
@@ -63,7 +63,7 @@ class Contents:
 
     model: BlockModel
     order: tuple[int, ...]
-    """Every block, as they are written."""
+    """Every block, of whole layers, as they are written."""
     model_files: dict[str, FilePlan]
     state_files: dict[str, FilePlan]
 
@@ -83,14 +83,14 @@ class Contents:
             model: its blocks; their parameters may be on meta.
             max_shard_bytes: size limit of a file of weights.
             dtype: of the weights; None leaves each in its compute dtype.
-            order: of the blocks; first to last by default.
+            order: of the blocks of whole layers; first to last by default.
             with_state: residuals and moments too.
         """
         conversions = checkpoint_conversions(model)
-        chosen = tuple(range(len(model.blocks)) if order is None else order)
+        chosen = tuple(range(len(model.whole.blocks)) if order is None else order)
         shards = Shards(max_bytes=max_shard_bytes)
         for block in chosen:
-            layout = model.blocks[block].layout
+            layout = model.whole.blocks[block].layout
             on_meta = {
                 param.name: torch.empty(
                     param.shape, dtype=saved_dtype(model, segment, dtype), device="meta"
@@ -102,7 +102,7 @@ class Contents:
                 shards.add(TensorSpec.of(name, tensor))
         for name, buffer in persistent_buffers(model).items():
             shards.add(TensorSpec.of(name, buffer))
-        states = {state_file(block): _state_plan(model, block) for block in chosen}
+        states = {state_file(b): _state_plan(model.whole.blocks[b].layout) for b in chosen}
         return cls(
             model=model,
             order=chosen,
@@ -157,15 +157,22 @@ class Contents:
             for name in list(tensors):
                 yield block, checked(place[name], name, tensors.pop(name))
             if store is not None and state_file(block) in self.state_files:
-                for name, tensor in _state_tensors(store, block):
-                    yield block, checked(state_file(block), name, tensor)
+                path = state_file(block)
+                for name, parts in _state_tensors(store, self.model, block):
+                    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+                    spec = TensorSpec(
+                        name=name,
+                        dtype=parts[0].dtype,
+                        shape=shape if len(parts) > 1 else tuple(parts[0].shape),
+                    )
+                    assert next(planned[path]) == spec, "not as it was planned"
+                    yield from ((block, (path, bytes_of(part))) for part in parts)
         for name, buffer in buffers.items():
             yield -1, checked(place[name], name, buffer)
         assert not any(list(rest) for rest in planned.values()), "not all that was planned"
 
 
-def _state_plan(model: BlockModel, block: int) -> FilePlan:
-    layout = model.blocks[block].layout
+def _state_plan(layout: BlockLayout) -> FilePlan:
     specs = []
     for purpose in STATE_PURPOSES:
         for region in layout.regions(purpose):
@@ -180,7 +187,15 @@ def _state_plan(model: BlockModel, block: int) -> FilePlan:
     return FilePlan(tensors=tuple(specs))
 
 
-def _state_tensors(store: BlockStore, block: int) -> Iterable[tuple[str, Tensor]]:
+def _state_tensors(
+    store: BlockStore, model: BlockModel, whole: int
+) -> Iterable[tuple[str, Sequence[Tensor]]]:
+    """By name in the file, each in the parts that it lives in, in the order of their rows."""
     for purpose in STATE_PURPOSES:
-        for name, tensor in store.tensors(block, purpose).items():
-            yield state_name(purpose, name), tensor
+        parts: dict[str, list[Tensor]] = {}
+        for block in model.blocks_of(whole):
+            for name, tensor in store.tensors(block, purpose).items():
+                parts.setdefault(name, []).append(tensor)
+        for param in model.whole.blocks[whole].layout.params:
+            if param.name in parts:
+                yield state_name(purpose, param.name), parts[param.name]

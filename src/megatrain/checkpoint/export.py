@@ -37,7 +37,7 @@ def save_model(
 
     Args:
         model: the blocks.
-        read_block: masters of a block by full name (fp32), as `BlockStore.masters`.
+        read_block: masters (fp32) of a block of whole layers, by full name; see `join_blocks`.
         path: the final directory; weights in it are replaced, other files kept.
         dtype: "bfloat16", "float16" or "float32", of floating parameters.
         max_shard_bytes: size limit of a weights file.
@@ -54,7 +54,7 @@ def save_model(
     def converted(block: int) -> dict[str, Tensor]:
         dtypes = {
             param.name: saved_dtype(model, segment, target)
-            for segment in model.blocks[block].layout.segments
+            for segment in model.whole.blocks[block].layout.segments
             for param in segment.params
         }
         masters = read_block(block)

@@ -72,7 +72,7 @@ class Snapshot:
         complete: Callable[[], str],
         undo: Callable[[], None],
     ) -> None:
-        self._files, self._pool = files, pool
+        self._files, self._pool, self._whole_of = files, pool, contents.model.whole_of
         self._pieces = contents.pieces(weights, store)
         self._complete, self._undo = complete, undo
         self._full: queue.SimpleQueue[tuple[Tensor, list[Part]] | None] = queue.SimpleQueue()
@@ -95,13 +95,14 @@ class Snapshot:
 
     def guard(self, block: int) -> None:
         """Return when the block may be overwritten; called from the lane that will."""
-        if self._copied[block].is_set():
+        copied = self._copied[self._whole_of(block)]
+        if copied.is_set():
             return
         with self._lock:
             if not self._waiting:
                 self._waiting_since = time.perf_counter()
             self._waiting += 1
-        self._copied[block].wait()
+        copied.wait()
         with self._lock:
             self._waiting -= 1
             if not self._waiting:

@@ -59,12 +59,14 @@ def restore_optimizer(store: BlockStore, model: BlockModel, folder: Path) -> Non
         raise _unfit(folder, found)
     state = dict(zip(names, (saved["state"].get(index, {}) for index in indices), strict=True))
     for block in range(len(store.layouts)):
-        steps = set()
+        steps, experts = set(), model.experts_of(block)
         with store.changing(block, MOMENTS) as moments:
             for purpose, targets in moments.items():
                 for name, target in targets.items():
                     of_param: dict[str, Any] = state[name]
                     tensor = of_param.get(purpose.value)
+                    if tensor is not None and experts is not None:
+                        tensor = tensor[experts.first : experts.end]
                     if tensor is None or tensor.shape != target.shape:
                         found = f"no {purpose.value} of the shape of {name}"
                         raise _unfit(folder, found)
@@ -79,7 +81,7 @@ def _in_order_of_trainer(model: BlockModel) -> list[str]:
     """Trained parameters, those with weight decay first."""
     decayed = {
         param.name: segment.decayed
-        for block in model.blocks
+        for block in model.whole.blocks
         for segment in block.layout.segments
         if segment.trainable
         for param in segment.params

@@ -25,6 +25,7 @@ from megatrain.data.tokenizer import Tokenizer
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
 from megatrain.models import BlockModel
+from megatrain.models.parts import join_blocks
 
 CONFIG = f"{STATE_FOLDER}/config.yaml"
 TRAINER_STATE = "trainer_state.json"
@@ -105,6 +106,9 @@ class CheckpointWriter:
 
     def _weights(self, block: int) -> dict[str, Tensor]:
         """On the host; what is converted for the file must not take room on the GPU."""
+        return join_blocks(self.model, self._weights_of, block)
+
+    def _weights_of(self, block: int) -> dict[str, Tensor]:
         weights = self.store.weights(block)
         if block in self.store.resident:
             return {name: tensor.cpu() for name, tensor in weights.items()}

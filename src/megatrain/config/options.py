@@ -70,6 +70,7 @@ OWN_KEYS = frozenset(
         "host_memory",
         "disk_path",
         "disk_memory",
+        "expert_parts",
         "gpu_memory",
         "offload",
         "trace",

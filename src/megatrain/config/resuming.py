@@ -75,6 +75,7 @@ TOLD = frozenset(
         "gradient_accumulation_steps",
         "micro_batch_tokens",
         "attn_implementation",
+        "expert_parts",
         "torch_compile",
         "full_determinism",
         # From here on another training:

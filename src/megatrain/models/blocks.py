@@ -173,6 +173,13 @@ class BlockModel:
         mine = [n for n, stage in enumerate(self.stages, start=1) if stage.layer == whole - 1]
         return range(mine[0], mine[-1] + 1)
 
+    def whole_of(self, block: int) -> int:
+        """The block of the uncut model that a block is part of."""
+        if not self.stages or block == 0:
+            return block
+        beyond = block - 1 - self.num_stages
+        return self.num_layers + 1 + beyond if beyond >= 0 else self.stages[block - 1].layer + 1
+
     def cut(self, block: int, tensors: Params) -> dict[str, Tensor]:
         """A block's share of whole parameters by full name; views."""
         experts = self.experts_of(block)

@@ -15,13 +15,18 @@ from transformers.initialization import guard_torch_init_functions
 
 from megatrain.errors import UserError
 from megatrain.models.blocks import Block, BlockModel
+from megatrain.models.parts import cut_blocks
 
 
 def init_block_weights(model: BlockModel, *, seed: int) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yield (block index, fp32 tensors by full name), block by block."""
-    for block in model.blocks:
-        names = [placed.name for placed in block.layout.params]
-        yield block.index, initialise_block(model, block, seed, names=names)
+
+    def whole_blocks() -> Iterator[tuple[int, dict[str, Tensor]]]:
+        for block in model.whole.blocks:
+            names = [placed.name for placed in block.layout.params]
+            yield block.index, initialise_block(model, block, seed, names=names)
+
+    return cut_blocks(model, whole_blocks())
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta, read_config
 from megatrain.models.hub import ModelFiles
 from megatrain.models.packing_proof import prove_packing
-from megatrain.models.proof import prove
+from megatrain.models.parts import cut_blocks, in_parts
+from megatrain.models.proof import prove, prove_parts
 from megatrain.models.selection import Selection
 from megatrain.models.source import GENERATION_CONFIG
 from megatrain.models.split import split_model
@@ -32,12 +33,12 @@ class LoadedBlocks:
     files: ModelFiles
     model: BlockModel
     stored: BlockModel
-    """The blocks as the checkpoint holds them: the model's own, unless the vocabulary grew."""
+    """The blocks as the checkpoint holds them: whole layers, before the vocabulary grew."""
 
     @property
     def grown(self) -> str:
         """How the vocabulary grew, in words; empty if it did not."""
-        if self.stored is self.model:
+        if self.stored is self.model.whole:
             return ""
         before, after = (vocabulary_rows(each.hf_model) for each in (self.stored, self.model))
         return f"the vocabulary grew from {before} to {after} rows"
@@ -49,9 +50,9 @@ class LoadedBlocks:
         source = load_block_weights(
             self.stored, self.files.weights, report, seed=seed, complete=complete
         )
-        if self.stored is self.model:
-            return source
-        return grow_blocks(self.stored, self.model, source, seed=seed)
+        if self.stored is not self.model.whole:
+            source = grow_blocks(self.stored, self.model.whole, source, seed=seed)
+        return cut_blocks(self.model, source)
 
 
 def load_blocks(
@@ -63,6 +64,7 @@ def load_blocks(
     num_tokens: int = 0,
     multiple_of: int | None = None,
     packing: bool = False,
+    expert_parts: int | None = None,
 ) -> LoadedBlocks:
     """A model's blocks without their weights.
 
@@ -74,10 +76,11 @@ def load_blocks(
         num_tokens: token ids that need a row in the embedding.
         multiple_of: round the number of rows up to a multiple of this.
         packing: rows are to hold several samples.
+        expert_parts: blocks that a layer's experts are streamed in; None: with their layer.
 
     Raises:
-        UserError: if the model cannot be built, split, given more rows, or does not keep the
-            samples of a row apart.
+        UserError: if the model cannot be built, split, given more rows, its experts not streamed in
+            parts, or it does not keep the samples of a row apart.
     """
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(
@@ -94,9 +97,13 @@ def load_blocks(
         check_growth(built, larger)
         model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
     prove(config, compute_dtype=compute_dtype)
+    if expert_parts is not None:
+        prove_parts(config, expert_parts)
     if packing:
         model.packing = prove_packing(config)
     generation = files.directory / GENERATION_CONFIG
     if files.gguf_file is None and generation.is_file():
         model.generation_config = generation.read_text(encoding="utf-8")
+    if expert_parts is not None:
+        model = in_parts(model, expert_parts)
     return LoadedBlocks(files=files, model=model, stored=stored)

@@ -316,26 +316,33 @@ def cut_blocks(
     model: BlockModel, source: Iterator[tuple[int, dict[str, Tensor]]]
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Blocks of the uncut model as those of `model`; one whole layer is in memory at a time."""
+    if model.uncut is None:
+        yield from source
+        return
     for whole, tensors in source:
         for block in model.blocks_of(whole):
             yield block, model.cut(block, tensors)
 
 
 def join_blocks(model: BlockModel, read: Callable[[int], Tensors], whole: int) -> dict[str, Tensor]:
-    """One block of the uncut model, from those that make it; copies of what was cut.
+    """One block of the uncut model, from those that make it.
+
+    What is cut is copied, a part at a time; what `read` leaves out is left out.
 
     Args:
         model: the blocks.
         read: one of them, by full name.
         whole: which block of the uncut model.
     """
-    slices: dict[str, list[Tensor]] = {}
+    shapes = {param.name: param.shape for param in model.whole.blocks[whole].layout.params}
+    joined: dict[str, Tensor] = {}
     for block in model.blocks_of(whole):
+        experts = model.experts_of(block)
         for name, tensor in read(block).items():
-            slices.setdefault(name, []).append(tensor)
-    names = [param.name for param in model.whole.blocks[whole].layout.params]
-    return {
-        name: torch.cat(slices[name]) if len(slices[name]) > 1 else slices[name][0]
-        for name in names
-        if name in slices
-    }
+            if experts is None:
+                joined[name] = tensor
+                continue
+            if name not in joined:
+                joined[name] = tensor.new_empty(shapes[name])
+            joined[name][experts.first : experts.end] = tensor
+    return {name: joined[name] for name in shapes if name in joined}

@@ -19,6 +19,7 @@ from megatrain.errors import UserError
 from megatrain.models.blocks import BlockModel
 from megatrain.models.build import build_on_meta
 from megatrain.models.carried import CarriedTensors
+from megatrain.models.parts import in_parts
 from megatrain.models.passes import backward, forward
 from megatrain.models.shrink import small_configs
 from megatrain.models.split import split_model
@@ -69,6 +70,27 @@ def prove_instance(config: Any, *, compute_dtype: str) -> None:
         )
     if compute_dtype == "bfloat16":
         _check_bfloat16(small, ids)
+
+
+def prove_parts(config: Any, parts: int) -> None:
+    """Return if the experts of this architecture can be streamed in parts, exactly.
+
+    Args:
+        config: a transformers config.
+        parts: of a layer's experts; the small instance has as many, or as it has experts.
+
+    Raises:
+        UserError: if they cannot.
+    """
+    ids = torch.arange(3, 21).view(2, 9)
+    small, model, expected = small_instance(config, [ids])
+    blocks = in_parts(blocks_of(small, model), parts)
+    no_label = torch.full_like(ids[:, :1], NO_LABEL)
+    labels = torch.cat([ids[:, 1:], no_label], 1)
+    first = first_difference(blocks, model, expected, ids, labels)
+    if first:
+        found = f"gradients that differ when its experts are streamed in parts (first: {first})"
+        raise _refusal(config, found, "leave expert_parts out, and report this model type")
 
 
 def small_instance(

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from megatrain.checkpoint import (
@@ -23,6 +24,7 @@ from megatrain.checkpoint.writer import SMALL_FILES_BYTES
 from megatrain.config import TrainConfig
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
+from megatrain.models.parts import join_blocks
 from megatrain.planner import DiskUse
 from megatrain.preflight import claim_output
 from megatrain.trainer.prepare import PreparedRun
@@ -129,7 +131,7 @@ class OutputDirectory:
         Raises:
             UserError: if it cannot be written.
         """
-        read: Read = store.masters
+        read: Read = partial(join_blocks, run.blocks.model, store.masters)
         source = ""
         best = progress.best(self.path) if config.load_best_model_at_end else None
         if best is not None and progress.best_step != progress.step:

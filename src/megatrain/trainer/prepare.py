@@ -200,6 +200,7 @@ def _load_blocks(
         num_tokens=num_token_ids(tokenizer),
         multiple_of=config.pad_vocab_to_multiple_of,
         packing=config.packing,
+        expert_parts=config.expert_parts,
     )
 
 
@@ -207,7 +208,7 @@ def _contents(config: TrainConfig, model: BlockModel) -> Contents | None:
     """Of a checkpoint, in the order in which training overwrites blocks."""
     if config.save_strategy == "no" and config.save_on_signal is not True:
         return None
-    order = range(len(model.blocks))
+    order = range(len(model.whole.blocks))
     return Contents.planned(
         model,
         max_shard_bytes=parse_bytes(config.max_shard_size),

@@ -12,6 +12,7 @@ import torch
 from megatrain.checkpoint import (
     TrainingState,
     checkpoints,
+    cut_steps,
     last_whole,
     read_state,
     restore_state,
@@ -27,6 +28,7 @@ from megatrain.config import TrainConfig, changes
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore, DiskTier
 from megatrain.memory.store import DTYPES
+from megatrain.models.parts import cut_blocks
 from megatrain.models.weights import LoadReport, load_block_weights
 from megatrain.trainer.prepare import PreparedRun
 
@@ -52,14 +54,15 @@ class Resumption:
             disk: those that live on the disk; the same.
         """
         model = run.blocks.model
-        source = load_block_weights(model, self.folder, LoadReport(), complete=True)
+        source = load_block_weights(model.whole, self.folder, LoadReport(), complete=True)
+        source = cut_blocks(model, source)
         layouts = [block.layout for block in model.blocks]
         store = BlockStore.filled(layouts, source, device=run.device, resident=resident, disk=disk)
         if is_of_transformers(self.folder):
             restore_optimizer(store, model, self.folder)
         else:
-            restore_state(store, self.folder)
-            store.adam_steps[:] = self.state.adam_steps
+            restore_state(store, model, self.folder)
+            store.adam_steps[:] = cut_steps(model, self.state.adam_steps)
         return store
 
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from megatrain import __version__
-from megatrain.checkpoint import CheckpointWriter, Snapshot, TrainingState, checkpoints
+from megatrain.checkpoint import (
+    CheckpointWriter,
+    Snapshot,
+    TrainingState,
+    checkpoints,
+    join_steps,
+)
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine
 from megatrain.errors import UserError
@@ -163,7 +169,7 @@ class Saver:
             step=progress.step,
             skipped_steps=engine.skipped_steps,
             tokens_seen=progress.tokens_seen,
-            adam_steps=list(engine.store.adam_steps),
+            adam_steps=join_steps(engine.model, engine.store.adam_steps),
             compute_dtype=run.compute_dtype,
             num_rows=run.sampler.num_rows,
             rows_per_step=run.sampler.rows_per_step,

@@ -58,6 +58,12 @@ class ModelKeys(Keys):
     attn_implementation: str | None = Field(
         None, description="Attention code of transformers: eager or sdpa; default: its own choice."
     )
+    expert_parts: int | None = Field(
+        None,
+        ge=1,
+        description="Stream the experts of a mixture in so many blocks a layer, for layers that are"
+        " too large for the GPU; default: whole layers. Sums differ in their order, nothing else.",
+    )
     config_overrides: dict[str, Any] = Field(
         default_factory=dict,
         description="Changes to the model's config, by its own keys, or as a=1,b=2.",
