@@ -32,8 +32,17 @@ from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.active import flops_per_token
+from megatrain.models.parts import in_parts, most_parts
 from megatrain.monitor import write_trace
-from megatrain.placing import Budgets, RunPlan, check_options_and_memory, plan_run
+from megatrain.placing import (
+    Budgets,
+    RunPlan,
+    check_offload_of_parts,
+    check_options_and_memory,
+    device_limit,
+    parts_that_fit,
+    plan_run,
+)
 from megatrain.planner import read_offload
 from megatrain.schedule import Span, StepPlan, occupancy
 
@@ -68,6 +77,8 @@ class BenchOptions:
     everything recomputed."""
     offload: dict[str, Any] = field(default_factory=dict)
     """See the config's key; only with place auto."""
+    expert_parts: int | None = None
+    """Blocks that a layer's experts are streamed in; None: as many as a layer needs to fit."""
     device: str = "auto"
     compile: bool = True
     trace: Path | None = None
@@ -93,6 +104,12 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
         compile_backend="inductor" if options.compile and device.type == "cuda" else None,
         length_multiple=options.length,
     )
+    parts, limit = options.expert_parts, device_limit(device, options.gpu_memory)
+    if parts is None and limit is not None:
+        parts = parts_that_fit(model, engine_options, limit=limit)
+    if parts is not None:
+        model = in_parts(model, parts)
+    check_offload_of_parts(options.offload, model)
     budgets = _budgets(options, step_plan(model, engine_options), device)
     check_options_and_memory(model, engine_options, device=device, budgets=budgets)
     meter = GpuMeter(device)
@@ -240,6 +257,7 @@ def _figures(
         "micro_rows": options.micro_rows,
         "max_grad_norm": options.max_grad_norm,
         "place": options.place,
+        "expert_parts": most_parts(model),
         "gpu_memory": options.gpu_memory,
         "resident_blocks": 0 if placement is None else len(placement.resident),
         "saved_layers": 0 if placement is None else len(placement.saved),

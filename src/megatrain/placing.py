@@ -1,7 +1,9 @@
 """Before the state is allocated: what fits where, measured and decided; `plan_run` is the door."""
 
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_dev
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.engine.rates import disk_rates
+from megatrain.errors import UserError
 from megatrain.layout import STATE, Purpose
 from megatrain.memory import DiskTier
-from megatrain.models import BlockModel
+from megatrain.models import BlockKind, BlockModel
+from megatrain.models.parts import in_parts, num_experts
 from megatrain.planner import (
     NOTHING_ASKED,
     DiskUse,
@@ -32,11 +36,14 @@ from megatrain.planner import (
     tier_for,
     with_disk,
 )
-from megatrain.schedule import Footprint, StepPlan
+from megatrain.schedule import Footprint, StepPlan, slot_sizes
 from megatrain.units import format_bytes
 
 WAITING_GRADIENT_SLOTS = 6
 """Without clipping, if the host has room for them: the host's updates may fall so far behind."""
+SHARE_OF_SLOTS = 0.6
+"""Of the GPU's memory; what slots leave is for activations.  Where layers need more, experts are
+streamed in parts."""
 FRAGMENTED = 0.01
 """Share of the GPU's memory that is not planned for: it is lost between tensors."""
 
@@ -104,6 +111,74 @@ class RunPlan:
         return None if self.disk is None else self.disk.tier
 
 
+def device_limit(device: torch.device, budget: int | None) -> int | None:
+    """Bytes for tensors on a GPU; None on the CPU."""
+    free = free_device_bytes(device)
+    return None if free is None else min(free, budget or free) - DEVICE_RESERVE
+
+
+def parts_that_fit(
+    model: BlockModel,
+    options: EngineOptions,
+    *,
+    limit: int,
+    cut: Callable[[int], BlockModel] | None = None,
+) -> int | None:
+    """In how many blocks the experts of a layer are to be streamed; None: with their layer.
+
+    The fewest with which slots leave room for activations; if none do, the fewest with which
+    slots fit at all.
+
+    Args:
+        model: of whole layers.
+        options: of the engine.
+        limit: bytes for tensors on the device.
+        cut: `in_parts` of the model; what it has found before need not be found again.
+
+    Raises:
+        UserError: if a layer does not fit whole, and its experts cannot be streamed in parts.
+    """
+    whole = _slot_bytes(model, options)
+    if whole <= SHARE_OF_SLOTS * limit or not num_experts(model):
+        return None
+    cut = cut or partial(in_parts, model)
+    fitting = None if whole > limit else 0  # 0: whole layers
+    parts = 2
+    while parts <= num_experts(model):
+        try:
+            nbytes = _slot_bytes(cut(parts), options)
+        except UserError:
+            if fitting == 0:
+                return None
+            raise
+        if nbytes <= SHARE_OF_SLOTS * limit:
+            return parts
+        fitting = parts if fitting is None and nbytes <= limit else fitting
+        parts *= 2
+    return fitting or None
+
+
+def check_offload_of_parts(offload: Mapping[str, Any], model: BlockModel) -> None:
+    """Layers are named by their numbers there, and are no blocks where their experts are in parts.
+
+    Raises:
+        UserError: if both are asked for.
+    """
+    if offload and model.stages:
+        raise UserError(
+            asked="offload of a model whose experts are streamed in parts",
+            found="layers that are several blocks",
+            change="leave offload out, or raise gpu_memory so that whole layers fit",
+        )
+
+
+def _slot_bytes(model: BlockModel, options: EngineOptions) -> int:
+    """On the device, with nothing resident."""
+    streamed = [block.layout for block in model.blocks if block.kind is not BlockKind.UNUSED]
+    plan = step_plan(model, options)
+    return slot_sizes(streamed, plan, check_options(model, options)).device
+
+
 def check_options_and_memory(
     model: BlockModel,
     options: EngineOptions,
@@ -156,7 +231,8 @@ def plan_run(
     free = free_device_bytes(device)
     if free is None:
         return _plan_on_cpu(model, options, programs, budgets)
-    limit = min(free, budgets.gpu or free) - DEVICE_RESERVE
+    limit = device_limit(device, budgets.gpu)
+    assert limit is not None
     limit_device_memory(device, limit)
     rows, length, num_micro = largest_shape(model, options, num_rows=num_rows, longest=longest)
     options = with_room_for_waiting(model, options, budgets)

@@ -9,12 +9,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from megatrain.engine import EngineOptions
+from megatrain.engine.options import step_plan
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.models import BlockModel, build_on_meta, split_model
 from megatrain.models.parts import in_parts
 from megatrain.models.proof import NO_LABEL, blocks_of, first_difference, small_instance
-from megatrain.schedule import Spill
+from megatrain.placing import SHARE_OF_SLOTS, parts_that_fit
+from megatrain.schedule import Spill, slot_sizes
 
 from .harness import (
     ADAMW,
@@ -210,6 +212,26 @@ def test_any_number_of_parts(parts: int) -> None:
     cut = in_parts(blocks_of(small, model), parts)
     labels = torch.cat([ids[:, 1:], no_label], 1)
     assert first_difference(cut, model, expected, ids, labels) == ""
+
+
+def test_the_fewest_parts_that_leave_room_are_chosen() -> None:
+    options = replace(OPTIONS, max_grad_norm=1.0)
+    whole = blocks(config_of("qwen3_moe", moe_intermediate_size=512))
+    small, four = whole.num_params * 16, _slots(in_parts(whole, 4), options)
+    assert parts_that_fit(whole, options, limit=small) is None
+    assert parts_that_fit(whole, options, limit=int(four / SHARE_OF_SLOTS) + 1) == 4
+    assert parts_that_fit(whole, options, limit=_slots(in_parts(whole, 8), options)) == 8
+    assert parts_that_fit(whole, options, limit=1) is None  # refused with what it needs
+    dense = blocks(AutoConfig.for_model("llama", **SMALL))
+    assert parts_that_fit(dense, options, limit=1) is None
+    random = blocks(config_of("mixtral", attention_dropout=0.1))
+    with pytest.raises(UserError, match="randomness"):
+        parts_that_fit(random, options, limit=1)
+
+
+def _slots(model: BlockModel, options: EngineOptions) -> int:
+    layouts = [block.layout for block in model.blocks]
+    return slot_sizes(layouts, step_plan(model, options), "float32").device
 
 
 REFUSED = {

@@ -12,10 +12,13 @@ from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.hub import find_model
+from megatrain.models.parts import carried_inputs, in_parts
 from megatrain.models.work import LayerWork, count_layers
 from megatrain.placing import (
     Budgets,
+    check_offload_of_parts,
     default_checkpoint_memory,
+    parts_that_fit,
     placement_rule,
     with_room_for_waiting,
     with_slots,
@@ -23,7 +26,7 @@ from megatrain.placing import (
 from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer
 from megatrain.planner.durations import UPDATE_BYTES
-from megatrain.planner.estimate import estimate_footprint, rates_of
+from megatrain.planner.estimate import estimate_footprint, in_stages, rates_of
 from megatrain.units import format_bytes
 
 BETTER = 1.05
@@ -60,6 +63,21 @@ class Question:
     """See the config's key."""
 
     @property
+    def device_memory(self) -> int:
+        """Bytes that the run may use."""
+        return min(self.gpu.memory_bytes, self.gpu_memory or UNLIMITED)
+
+    @property
+    def options(self) -> EngineOptions:
+        """As the trainer would have them."""
+        return EngineOptions(
+            micro_batch_rows=self.micro_rows,
+            max_grad_norm=self.max_grad_norm,
+            compile_backend="inductor",
+            length_multiple=self.length,
+        )
+
+    @property
     def tokens(self) -> int:
         """Of a step."""
         return self.rows * self.length
@@ -81,12 +99,19 @@ class Adviser:
             build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16"
         )
         self._works: dict[int, list[LayerWork]] = {}
+        self._cut: dict[int, BlockModel] = {}
 
     def works(self, length: int) -> list[LayerWork]:
         """Of each layer, for a row of so many tokens."""
         if length not in self._works:
             self._works[length] = count_layers(self.model, length)
         return self._works[length]
+
+    def cut(self, parts: int) -> BlockModel:
+        """With the experts of a layer in so many blocks."""
+        if parts not in self._cut:
+            self._cut[parts] = in_parts(self.model, parts)
+        return self._cut[parts]
 
     def model_flops(self, question: Question) -> float:
         """Of a step, forward and backward."""
@@ -100,30 +125,35 @@ class Adviser:
         Raises:
             UserError: for what does not exist, or contradicts itself.
         """
+        check_offload_of_parts(question.offload, self.placed(question))
         plan = step_plan(self.model, EngineOptions(max_grad_norm=question.max_grad_norm))
         has_disk = question.disk_memory is not None
         return read_offload(question.offload, plan, has_gpu=True, has_disk=has_disk)
 
+    def parts(self, question: Question) -> int | None:
+        """In how many blocks the experts of a layer would be streamed; None: with their layer."""
+        limit = question.device_memory - DEVICE_RESERVE
+        return parts_that_fit(self.model, question.options, limit=limit, cut=self.cut)
+
+    def placed(self, question: Question) -> BlockModel:
+        """The model as it would be streamed."""
+        parts = self.parts(question)
+        return self.model if parts is None else self.cut(parts)
+
     def rule(self, question: Question) -> PlacementRule:
         """How the run would be placed."""
-        options = EngineOptions(
-            micro_batch_rows=question.micro_rows,
-            max_grad_norm=question.max_grad_norm,
-            compile_backend="inductor",
-            length_multiple=question.length,
-        )
+        model = self.placed(question)
         budgets = Budgets(
             host=question.host_memory,
-            checkpoint=default_checkpoint_memory(self.model),
+            checkpoint=default_checkpoint_memory(model),
             offload=self.offload(question),
         )
-        options = with_slots(options, budgets)
-        options = with_room_for_waiting(self.model, options, budgets)
+        options = with_slots(question.options, budgets)
+        options = with_room_for_waiting(model, options, budgets)
         rows, length, num_micro = largest_shape(
             self.model, options, num_rows=question.rows, longest=question.length
         )
         rates = rates_of(question.gpu, update_params_per_s=question.update_params_per_s)
-        memory = min(question.gpu.memory_bytes, question.gpu_memory or UNLIMITED)
         footprint = estimate_footprint(
             self.works(question.length),
             gpu=question.gpu,
@@ -133,12 +163,16 @@ class Adviser:
             vocab_size=self.model.vocab_size,
             chunk_tokens=options.chunk_tokens,
         )
+        if model.stages:
+            footprint = in_stages(
+                footprint, [stage.layer for stage in model.stages], carried_inputs(model)
+            )
         return placement_rule(
-            self.model,
+            model,
             options,
             footprint,
             num_micro=num_micro,
-            device_limit=memory - DEVICE_RESERVE,
+            device_limit=question.device_memory - DEVICE_RESERVE,
             budgets=budgets,
         )
 
@@ -152,7 +186,7 @@ class Adviser:
             self.rule(question),
             tokens=question.tokens,
             model_flops=self.model_flops(question),
-            checkpoint_memory=default_checkpoint_memory(self.model),
+            checkpoint_memory=default_checkpoint_memory(self.placed(question)),
             room=question.disk_room,
         )
 

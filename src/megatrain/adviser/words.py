@@ -7,6 +7,7 @@ from typing import Any
 from megatrain.adviser.adviser import Adviser, Question
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS
+from megatrain.models.parts import parts_in_words
 from megatrain.planner.answer import Answer, HostTooSmallError, state_bytes
 from megatrain.schedule import Lane
 from megatrain.units import format_bytes
@@ -29,6 +30,8 @@ def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[st
         f" {len(adviser.model.blocks)} blocks; {question.rows} rows of {question.length} tokens a"
         f" step, micro-batches of {question.micro_rows}, max_grad_norm {question.max_grad_norm:g}"
     )
+    if said := parts_in_words(adviser.placed(question)):
+        yield said
     for tier, parts in found.bytes_by_tier().items():
         yield f"{tier:7} {format_bytes(sum(parts.values())):>11}"
         for name, nbytes in sorted(parts.items(), key=lambda item: -item[1]):

@@ -110,6 +110,10 @@ def bench(
         typer.Option(help="host: stream everything; device: all state on the GPU."),
     ] = "auto",
     offload: Offload = None,
+    expert_parts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stream a layer's experts in so many blocks; default: as needed."),
+    ] = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
     device: Device = "auto",
     trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,
@@ -138,6 +142,7 @@ def bench(
         disk_memory=parse_size("disk_memory", disk_memory),
         place=place,
         offload=parse_offload(offload),
+        expert_parts=expert_parts,
         device=device,
         compile=compiled,
         trace=None if trace is None else Path(trace),

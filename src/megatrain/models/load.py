@@ -1,7 +1,7 @@
 """From a model's directory to its blocks, and their weights one block at a time."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,15 @@ class LoadedBlocks:
     stored: BlockModel
     """The blocks as the checkpoint holds them: whole layers, before the vocabulary grew."""
 
+    def in_parts(self, parts: int) -> "LoadedBlocks":
+        """The same with the experts of each layer in so many blocks.
+
+        Raises:
+            UserError: if that cannot be done, or is not exact.
+        """
+        prove_parts(self.model.config, parts)
+        return replace(self, model=in_parts(self.model.whole, parts))
+
     @property
     def grown(self) -> str:
         """How the vocabulary grew, in words; empty if it did not."""
@@ -64,7 +73,6 @@ def load_blocks(
     num_tokens: int = 0,
     multiple_of: int | None = None,
     packing: bool = False,
-    expert_parts: int | None = None,
 ) -> LoadedBlocks:
     """A model's blocks without their weights.
 
@@ -76,11 +84,10 @@ def load_blocks(
         num_tokens: token ids that need a row in the embedding.
         multiple_of: round the number of rows up to a multiple of this.
         packing: rows are to hold several samples.
-        expert_parts: blocks that a layer's experts are streamed in; None: with their layer.
 
     Raises:
-        UserError: if the model cannot be built, split, given more rows, its experts not streamed in
-            parts, or it does not keep the samples of a row apart.
+        UserError: if the model cannot be built, split, given more rows, or does not keep the
+            samples of a row apart.
     """
     transformers_logging.disable_progress_bar()  # a bar for each block would drown our own
     config = read_config(
@@ -97,13 +104,9 @@ def load_blocks(
         check_growth(built, larger)
         model = split_model(larger, compute_dtype=compute_dtype, selection=selection)
     prove(config, compute_dtype=compute_dtype)
-    if expert_parts is not None:
-        prove_parts(config, expert_parts)
     if packing:
         model.packing = prove_packing(config)
     generation = files.directory / GENERATION_CONFIG
     if files.gguf_file is None and generation.is_file():
         model.generation_config = generation.read_text(encoding="utf-8")
-    if expert_parts is not None:
-        model = in_parts(model, expert_parts)
     return LoadedBlocks(files=files, model=model, stored=stored)

@@ -68,6 +68,30 @@ def find_experts(layer: nn.Module) -> tuple[str, nn.Module] | None:
     return None
 
 
+def num_experts(model: BlockModel) -> int:
+    """The most that a layer has, of those that can be parted; 0 if no layer has any."""
+    found = (find_experts(layer) for layer in model.container.children())
+    return max((int(each[1].num_experts) for each in found if each), default=0)  # type: ignore[arg-type]
+
+
+def most_parts(model: BlockModel) -> int:
+    """Blocks that the experts of a layer are in, at most; 0 where layers are whole."""
+    of_layers = [stage.layer for stage in model.stages if stage.experts is not None]
+    return max(map(of_layers.count, of_layers), default=0)
+
+
+def carried_inputs(model: BlockModel) -> int:
+    """Tensors of the size of a layer's input that blocks hand to later ones, of all layers."""
+    # What the second half reads, but for the rows, and the experts' input.
+    return sum(len(stage.role.reads) for stage in model.stages if isinstance(stage.role, After))
+
+
+def parts_in_words(model: BlockModel) -> str:
+    """How experts are streamed; empty where layers are whole."""
+    parts = most_parts(model)
+    return f"the experts of a layer are streamed in {parts} parts" if parts else ""
+
+
 class LayerCut:
     """A layer in halves, for every layer that behaves alike.
 

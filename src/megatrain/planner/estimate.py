@@ -6,7 +6,9 @@ Qwen2.5-3B and 7B, compiled, micro-batches of 16x1024 tokens) and is taken for e
 `bench` measure instead.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatrain.hardware import Gpu
 from megatrain.models.work import LayerWork
@@ -77,6 +79,26 @@ def estimate_footprint(
         embed_backward_s=6 * input_bytes / rates.device_bytes_per_s,
         loss_s=6 * tokens * hidden_size * vocab_size / flops_per_s,
         rates=rates,
+    )
+
+
+def in_stages(footprint: Footprint, layers: Sequence[int], carried_inputs: int) -> Footprint:
+    """The same where layers are cut: seconds and what is kept, spread evenly over their blocks.
+
+    Args:
+        footprint: with one block a layer.
+        layers: which layer each block belongs to.
+        carried_inputs: what all layers hand on between their blocks, in inputs of a layer.
+    """
+    counts = Counter(layers)
+    share = len(footprint.saved_bytes) / len(layers)
+    return replace(
+        footprint,
+        saved_bytes=tuple(footprint.saved_bytes[each] // counts[each] for each in layers),
+        carried_bytes=carried_inputs * footprint.input_bytes,
+        forward_s=share * footprint.forward_s,
+        backward_s=share * footprint.backward_s,
+        saved_backward_s=share * footprint.saved_backward_s,
     )
 
 

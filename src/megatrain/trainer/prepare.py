@@ -45,7 +45,14 @@ from megatrain.models.hub import ModelFiles, find_model
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.optim import learning_rate_schedule
-from megatrain.placing import Budgets, check_options_and_memory, default_checkpoint_memory
+from megatrain.placing import (
+    Budgets,
+    check_offload_of_parts,
+    check_options_and_memory,
+    default_checkpoint_memory,
+    device_limit,
+    parts_that_fit,
+)
 from megatrain.planner import read_offload
 from megatrain.preflight import find_gguf
 from megatrain.units import parse_bytes
@@ -123,6 +130,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
     if fetch_weights and config.model_init == "pretrained":
         files.fetch_weights()
     options = _engine_options(config, device)
+    blocks = _in_parts(config, blocks, options, device)
     contents = _contents(config, blocks.model)
     memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
     _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
@@ -200,8 +208,23 @@ def _load_blocks(
         num_tokens=num_token_ids(tokenizer),
         multiple_of=config.pad_vocab_to_multiple_of,
         packing=config.packing,
-        expert_parts=config.expert_parts,
     )
+
+
+def _in_parts(
+    config: TrainConfig, blocks: LoadedBlocks, options: EngineOptions, device: torch.device
+) -> LoadedBlocks:
+    """As asked for, or as a layer needs that is too large for the GPU."""
+    parts, limit = config.expert_parts, device_limit(device, _bytes(config.gpu_memory))
+    if parts is None and limit is not None:
+        parts = parts_that_fit(blocks.model, options, limit=limit)
+    blocks = blocks if parts is None else blocks.in_parts(parts)
+    check_offload_of_parts(config.offload or {}, blocks.model)
+    return blocks
+
+
+def _bytes(size: str | None) -> int | None:
+    return None if size is None else parse_bytes(size)
 
 
 def _contents(config: TrainConfig, model: BlockModel) -> Contents | None:
@@ -226,7 +249,7 @@ def _checked_memory(
     writes: bool,
 ) -> Budgets:
     sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory, config.disk_memory)
-    gpu, host, checkpoint, disk = (None if size is None else parse_bytes(size) for size in sizes)
+    gpu, host, checkpoint, disk = map(_bytes, sizes)
     if checkpoint is None:
         checkpoint = max(default_checkpoint_memory(model), LEAST_CHECKPOINT_MEMORY)
     budgets = Budgets(

@@ -16,6 +16,7 @@ from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
 from megatrain.models.active import flops_per_token
 from megatrain.models.initialise import init_block_weights
+from megatrain.models.parts import parts_in_words
 from megatrain.models.weights import LoadReport
 from megatrain.monitor import (
     PICTURE,
@@ -272,6 +273,7 @@ class Trainer:
             run.sampler.in_words(),
             saver.in_words(),
             run.blocks.grown,
+            parts_in_words(self.model),
             "" if can_plot() else f"no {PICTURE} at the end: pip install 'megatrain[plot]'",
         ]
         positions = self.model.max_positions
