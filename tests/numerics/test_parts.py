@@ -1,6 +1,7 @@
 """Experts streamed in parts: equal to plain PyTorch to summation order, wherever blocks live."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatrain.engine import EngineOptions
 from megatrain.engine.options import step_plan
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
+from megatrain.memory import DiskTier
 from megatrain.models import BlockModel, build_on_meta, split_model
 from megatrain.models.parts import in_parts
 from megatrain.models.proof import NO_LABEL, blocks_of, first_difference, small_instance
@@ -131,6 +133,21 @@ def test_places_change_no_bit(kind: str, clip: float) -> None:
         run_engine(engine, STEPS, LEARNING_RATE)
         states.append(engine_state(engine, Purpose.WEIGHT))
     assert all(same_bits(states[0], state) for state in states[1:])
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05], ids=["not clipped", "clipped"])
+def test_parts_on_the_disk_change_no_bit(clip: float, tmp_path: Path) -> None:
+    config, states = config_of("qwen3_moe"), []
+    masters = masters_of(reference_model(config))
+    waiting = "float32" if clip else None
+    tier = DiskTier(blocks=frozenset({2, 5, 7, 8}), path=tmp_path, gradient_dtype=waiting)
+    for disk in (None, tier):
+        options = replace(OPTIONS, max_grad_norm=clip)
+        engine = make_engine(config, masters, options=options, disk=disk, expert_parts=3)
+        run_engine(engine, STEPS, LEARNING_RATE)
+        states.append(engine_state(engine, Purpose.WEIGHT))
+        engine.close()
+    assert same_bits(*states)
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])
