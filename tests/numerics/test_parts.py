@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from megatrain.data.packing import joined
 from megatrain.engine import EngineOptions
 from megatrain.engine.options import step_plan
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.memory import DiskTier
 from megatrain.models import BlockModel, build_on_meta, split_model
+from megatrain.models.packing_proof import prove_packing
 from megatrain.models.parts import in_parts
 from megatrain.models.proof import NO_LABEL, blocks_of, first_difference, small_instance
 from megatrain.placing import SHARE_OF_SLOTS, parts_that_fit
@@ -148,6 +150,22 @@ def test_parts_on_the_disk_change_no_bit(clip: float, tmp_path: Path) -> None:
         states.append(engine_state(engine, Purpose.WEIGHT))
         engine.close()
     assert same_bits(*states)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_packed_rows(kind: str) -> None:
+    config, found = config_of(kind), []
+    masters = masters_of(reference_model(config))
+    for row in (rows := make_rows(4)):
+        row.weights[0] = 0.0
+    packed = [joined(rows[:2]), joined(rows[2:])]
+    for parts in (None, 3):
+        engine = make_engine(config, masters, options=OPTIONS, expert_parts=parts)
+        engine.model.packing = prove_packing(config)
+        result = engine.step(packed, learning_rate=LEARNING_RATE)
+        found.append((result.loss, gradients_of(engine)))
+    assert found[0][0] == pytest.approx(found[1][0], rel=5e-6)
+    assert_close(found[1][1], found[0][1], relative=2e-4, what="gradient")
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "deepseek_v3"])

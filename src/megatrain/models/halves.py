@@ -253,13 +253,18 @@ def _check(node: fx.Node, behind: set[fx.Node], *, enabled: bool, late: bool) ->
         raise UncuttableError(f"it calls {node.target}, which is no plain operation on tensors")
     if not node.target._schema.is_mutable:
         return
+    names = [argument.name for argument in node.target._schema.arguments]
+    values = dict(zip(names, node.args, strict=False)) | node.kwargs
     written = [
-        value
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+        values[argument.name]
+        for argument in node.target._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    across = any(each not in behind for each in written) if node in behind else late
-    if across or not enabled:
+    several = not all(isinstance(each, fx.Node) for each in written)
+    across = late
+    if node in behind and not several:
+        across = any(each not in behind for each in written)
+    if several or across or not enabled:
         raise UncuttableError(f"it changes a tensor in place ({node.target})")
 
 
