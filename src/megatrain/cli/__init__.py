@@ -15,6 +15,7 @@ from megatrain import __version__
 from megatrain.cli import reading
 from megatrain.cli.arguments import (
     Device,
+    ExpertParts,
     GpuMemory,
     Offload,
     parse_micro_rows,
@@ -110,10 +111,7 @@ def bench(
         typer.Option(help="host: stream everything; device: all state on the GPU."),
     ] = "auto",
     offload: Offload = None,
-    expert_parts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stream a layer's experts in so many blocks; default: as needed."),
-    ] = None,
+    expert_parts: ExpertParts = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
     device: Device = "auto",
     trace: Annotated[str | None, typer.Option(help="Write a trace of one more step.")] = None,

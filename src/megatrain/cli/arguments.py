@@ -68,3 +68,9 @@ def parse_micro_rows(text: str) -> int | None:
             change="use auto, or 1, 2 ...",
         )
     return int(text)
+
+
+ExpertParts = Annotated[
+    int | None,
+    typer.Option(min=1, help="Stream a layer's experts in so many blocks; default: as needed."),
+]
