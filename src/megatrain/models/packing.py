@@ -43,11 +43,9 @@ def packed_inputs(
         like_embeddings = torch.empty(
             (*positions_BT.shape, 0), dtype=dtype, device=positions_BT.device
         )
+        # By position: the cache has one name in transformers 5.17, another in 5.24.
+        nothing_masked, nothing_cached = None, None
         inputs["attention_mask"] = create_masks_for_generate(
-            config=text_config(config),
-            inputs_embeds=like_embeddings,
-            attention_mask=None,
-            cache=None,
-            position_ids=positions_BT,
+            text_config(config), like_embeddings, nothing_masked, nothing_cached, positions_BT
         )
     return inputs
