@@ -18,6 +18,7 @@ from megatrain.data import DataOptions, TokenizedRows, load_rows
 from megatrain.data import cache as cache_module
 from megatrain.data.cache import TokenCache, default_cache_dir
 from megatrain.data.gather import GatheredFiles
+from megatrain.data.source import Source
 from megatrain.data.tokenise import Task
 from megatrain.errors import UserError
 from tests.tokenizers_for_tests import LLAMA3, byte_tokenizer
@@ -377,3 +378,21 @@ load_rows(Path(sys.argv[1]) / "a.txt", byte_tokenizer(), DataOptions(), processe
             return
         time.sleep(0.1)
     raise AssertionError(workers)
+
+
+def test_records_that_are_in_no_file_are_never_taken_from_the_cache(
+    tmp_path: Path, counted: Counted
+) -> None:
+    """As of a dataset that its library holds in memory: another may bear the same name and size."""
+    cache, found = TokenCache(tmp_path / "cache"), []
+    for text in ("the first text", "another text!!"):
+        source = Source(
+            name="held in memory",
+            files=(),
+            variant={"split": "train", "rows": 1},
+            read=lambda text=text: [{"text": text}],
+        )
+        found.append(load_rows(source, TOKENIZER, OPTIONS, cache=cache))
+        assert counted.taken() == 1
+    assert found[0].digest != found[1].digest
+    assert not cache.folder.exists()

@@ -33,6 +33,8 @@ def mixture(sizes: list[int], weights: list[str], **options: Any) -> MixtureOrde
         ([10, 4], ["2", "1"], "first_exhausted", [8, 4]),
         # 10 rows and shares of 1/3: what rounding leaves goes to the largest remainders, in order.
         ([5, 100, 100], ["1", "1", "1"], "first_exhausted", [5, 5, 5]),
+        # 4.25 and 0.75 of 5 rows would be 4 and 1: the fifth row comes in an epoch of 6.
+        ([5, 100], ["0.85", "0.15"], "first_exhausted", [5, 1]),
         ([3, 100], ["0.1", "0.2"], "first_exhausted", [3, 6]),  # as 1 and 2 exactly
     ],
 )
@@ -63,6 +65,8 @@ def test_every_epoch_has_its_counts_and_no_row_comes_before_its_turn(
     for count, size, share in zip(order.counts, sizes, shares, strict=True):
         assert abs(count - share * total) < 1
         assert count <= size if strategy == "first_exhausted" else count >= size
+    if strategy == "first_exhausted" and len(parts) <= 2:
+        assert any(count == size for count, size in zip(order.counts, sizes, strict=True))
     starts = np.cumsum([0, *sizes])
     seen: Counter[int] = Counter()
     for epoch in range(epochs):

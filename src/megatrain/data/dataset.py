@@ -43,7 +43,8 @@ def load_rows(
     source = data if isinstance(data, Source) else _of_files(data)
     if source.format is not None:
         options = replace(options, format=source.format)
-    entry = None if cache is None else cache.entry(source, tokenizer, options)
+    # Without files nothing says whether the records are those of the last time.
+    entry = cache.entry(source, tokenizer, options) if cache is not None and source.files else None
     rows = None if entry is None else entry.open()
     if rows is None or not _fits(rows.stats, options):  # what does not fit is found again, by place
         if processes is None:

@@ -97,12 +97,21 @@ class MixtureOrder:
 
 
 def _counts(sizes: Sequence[int], weights: Sequence[Fraction], strategy: str) -> list[int]:
-    """Rows of each data set in an epoch; what is left after rounding down goes to the largest
-    remainders."""
+    """Rows of each data set in an epoch."""
     shares = [weight / sum(weights) for weight in weights]
     lengths = [size / share for size, share in zip(sizes, shares, strict=True)]
-    first = strategy == "first_exhausted"
-    total = math.floor(min(lengths)) if first else math.ceil(max(lengths))
+    if strategy == "all_exhausted":
+        return _rounded(shares, math.ceil(max(lengths)))
+    total = math.floor(min(lengths))
+    counts, longer = _rounded(shares, total), _rounded(shares, total + 1)
+    # Rounding may leave the last row of the first to end for an epoch of one row more.
+    ended = any(count == size for count, size in zip(counts, sizes, strict=True))
+    fits = all(count <= size for count, size in zip(longer, sizes, strict=True))
+    return longer if fits and not ended else counts
+
+
+def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
+    """Shares of `total`; what is left after rounding down goes to the largest remainders."""
     exact = [share * total for share in shares]
     counts = [math.floor(each) for each in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: counts[part] - exact[part])
