@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
+from megatrain.errors import UserError
 
 from .harness import make_config, make_engine, make_rows, reference_model, same_bits, spill_of
 from .test_saved import OPTIONS, config_of, trained
@@ -33,6 +34,17 @@ def test_spilled_inputs_beside_frozen_layers() -> None:
     expected = trained("llama", OPTIONS, frozen=frozen)
     spilled = replace(OPTIONS, spill=spill_of(frozenset({2, 3})))
     assert same_bits(trained("llama", spilled, frozen=frozen), expected)
+
+
+@pytest.mark.parametrize(
+    ("spilled", "saved", "unread"), [({1, 2}, set(), "1"), ({2, 3}, {3}, "3"), ({0, 2}, set(), "0")]
+)
+def test_inputs_that_no_backward_reads_are_not_spilled(
+    spilled: set[int], saved: set[int], unread: str
+) -> None:
+    options = replace(OPTIONS, spill=spill_of(frozenset(spilled)), saved=frozenset(saved))
+    with pytest.raises(UserError, match=f"inputs of blocks {unread}: no backward"):
+        trained("llama", options, frozen=["model.embed*", "model.layers.0.*"])
 
 
 @pytest.mark.parametrize("length_multiple", [1, 8])

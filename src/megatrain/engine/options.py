@@ -121,6 +121,8 @@ def check_options(model: BlockModel, options: EngineOptions) -> str:
             found="no finite number from 0",
             change="use 0 to turn clipping off",
         )
+    if options.spill is not None:
+        _check_spill(step_plan(model, options), options.spill)
     gradient_dtype = options.gradient_dtype or model.compute_dtype
     if model.compute_dtype == "float32" and gradient_dtype != "float32":
         raise UserError(
@@ -129,6 +131,18 @@ def check_options(model: BlockModel, options: EngineOptions) -> str:
             change="leave gradient_dtype out, or train with dtype=bfloat16",
         )
     return gradient_dtype
+
+
+def _check_spill(plan: StepPlan, spill: Spill) -> None:
+    """Inputs that wait for a backward that does not read them would never be freed."""
+    read = range(max(plan.lowest_trainable, 1), plan.head)
+    unread = sorted(spill.blocks - (frozenset(read) - plan.saved))
+    if unread:
+        raise UserError(
+            asked=f"spill of the inputs of blocks {', '.join(map(str, unread))}",
+            found="no backward that reads them",
+            change="spill layers that are neither saved nor below all that is trained",
+        )
 
 
 def padding_of(model: BlockModel, options: EngineOptions) -> Padding:
