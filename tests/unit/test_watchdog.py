@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,9 @@ def test_a_step_that_hangs_is_told_while_it_hangs(tmp_path: Path) -> None:
     assert "test_watchdog.py" in (tmp_path / "stalled.txt").read_text()
 
 
+UUID = "1b8f9c2e-0000-0000-0000-000000000005"
+
+
 class Nvml:
     """pynvml, as far as it is used."""
 
@@ -119,8 +123,9 @@ class Nvml:
     def nvmlInit(self) -> None:  # noqa: N802
         pass
 
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
-        return index
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        assert uuid == f"GPU-{UUID}"
+        return uuid
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: Any) -> int:  # noqa: N802
         if self.fails:
@@ -152,6 +157,8 @@ class Nvml:
 def test_what_holds_the_clock_of_a_gpu_down(
     reasons: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    properties = SimpleNamespace(uuid=UUID)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(reasons))
     told = clock_report(torch.device("cuda", 0))
     assert told == f"the GPU's clock is {words} (1110 of 1980 MHz, 91 C, 400 W)"

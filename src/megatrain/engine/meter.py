@@ -114,7 +114,9 @@ def _nvml_handle(device: torch.device) -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml, pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+        # Not by index: CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER number GPUs for CUDA alone.
+        uuid = torch.cuda.get_device_properties(device).uuid
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except ImportError:
         return None
     except pynvml.NVMLError:
