@@ -12,7 +12,6 @@ from transformers import TrainerCallback, TrainerState
 from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.config import make_config
 from megatrain.trainer import Trainer
-from megatrain.trainer.report import MEASURED
 
 KEYS: dict[str, Any] = {
     "model_name_or_path": "models/base",
@@ -30,6 +29,21 @@ KEYS: dict[str, Any] = {
     "max_shard_size": "20KB",
 }
 """24 rows: an epoch is six steps."""
+MEASURED = frozenset(
+    {
+        "tokens_per_second",
+        "tflops_6n",
+        "mfu_6n",
+        "limiting_lane",
+        "limiting_lane_busy",
+        "gpu_memory_gib",
+        "host_memory_gib",
+        "seconds_left",
+        "eval_runtime",
+        "eval_samples_per_second",
+    }
+)
+"""Figures of a row that are about this machine at this moment: no two runs share them."""
 
 
 def trainer(*, disk: Disk | None = None, **changes: Any) -> Trainer:

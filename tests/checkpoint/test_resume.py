@@ -10,9 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, TrainerState
 
 from megatrain.errors import UserError
-from megatrain.trainer.report import MEASURED
 
-from .runs import OnRow, numbers_of, tensors_of, train, train_until, trainer
+from .runs import MEASURED, OnRow, numbers_of, tensors_of, train, train_until, trainer
 
 LAST = "checkpoint-8"
 

@@ -19,8 +19,7 @@ from transformers import Trainer as TheirTrainer
 
 from megatrain.checkpoint import checkpoints, verify
 from megatrain.errors import UserError
-from megatrain.trainer.report import MEASURED
-from tests.checkpoint.runs import trainer
+from tests.checkpoint.runs import MEASURED, trainer
 
 from .test_commands import log_of
 from .test_rhythms import RISING, steps_with

@@ -3,7 +3,6 @@
 import os
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,6 +26,7 @@ from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
 from megatrain.preflight import check_data, check_model, check_run, check_scratch, claim_file
 from megatrain.units import format_bytes
+from megatrain.versions import library_versions
 
 app = typer.Typer(
     add_completion=False,
@@ -267,8 +267,8 @@ def env() -> None:
     from megatrain.planner import host_memory
 
     typer.echo(f"megatrain {__version__}")
-    for name in ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy"):
-        typer.echo(f"{name} {metadata.version(name)}")
+    for name, version in library_versions().items():
+        typer.echo(f"{name} {version}")
     memory, there = psutil.virtual_memory(), host_memory()
     typer.echo(f"python {platform.python_version()} on {platform.platform()}")
     typer.echo(f"cores {os.cpu_count()}")

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from megatrain import __version__
 from megatrain.config import TrainConfig
 from megatrain.placing import RunPlan
 from megatrain.trainer.prepare import PreparedRun
+from megatrain.versions import library_versions
 
 FILE = "run.json"
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numba", "numpy")
 
 
 class RunRecord:
@@ -48,7 +47,7 @@ class RunRecord:
             "from_step": step,
             "config": config.model_dump(),
             "versions": {"megatrain": __version__, "python": platform.python_version()}
-            | {name: metadata.version(name) for name in PACKAGES},
+            | library_versions(),
             "hardware": _hardware(run.device),
             "model": {
                 "params": run.blocks.model.num_params,

@@ -27,21 +27,6 @@ from megatrain.trainer.progress import Progress, Window
 
 Row = dict[str, Any]
 Busiest = tuple[Lane, float] | None
-MEASURED = frozenset(
-    {
-        "tokens_per_second",
-        "tflops_6n",
-        "mfu_6n",
-        "limiting_lane",
-        "limiting_lane_busy",
-        "gpu_memory_gib",
-        "host_memory_gib",
-        "seconds_left",
-        "eval_runtime",
-        "eval_samples_per_second",
-    }
-)
-"""Figures of a row that are about this machine at this moment: no two runs share them."""
 
 
 @dataclass(kw_only=True)
