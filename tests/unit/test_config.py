@@ -129,6 +129,10 @@ def training_arguments() -> dict[str, Any]:
         ({"greater_is_better": True}, "the lowest loss or perplexity is the best"),
         ({"train_sampling_strategy": "sequential"}, "shuffle: false"),
         ({"bf16": True, "dtype": "float32"}, "a contradiction"),
+        ({"use_cpu": True, "device": "cuda"}, "use_cpu: true with device: cuda.*a contradiction"),
+        ({"no_cuda": "yes"}, "no_cuda: yes: true is taken as device: cpu"),
+        ({"use_cpu": True, "gpu_memory": "8GiB"}, "gpu_memory needs a GPU"),
+        ({"template": "qwen"}, "the tokenizer's own chat template.*chat_template_path"),
         ({"host_memory": "much"}, "not a size"),
         ({"max_shard_size": 0}, "no room at all"),
     ],
@@ -143,6 +147,30 @@ def test_every_wrong_value_is_named_at_once() -> None:
     with pytest.raises(UserError, match=r"max_length: .*; seed: ") as caught:
         make_config(NEEDED | {"seed": "x", "max_length": []})
     assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"seed": "x", "max_length": []}, r"max_length: .*\(found \[\]\); seed: .*\(found 'x'\)"),
+        ({"gpu_memory": "8GiB", "device": "cpu"}, "gpu_memory needs a GPU"),
+        ({"learning_rat": 1e-3}, r"learning_rat: no such key \(did you mean 'learning_rate'\)"),
+        ({"cutoff_len": 64}, r"cutoff_len: no such key \(did you mean 'max_length'\)"),
+        ({"nonsense": 1}, r"nonsense: no such key\. "),
+    ],
+)
+def test_mistakes_in_python_are_told_alike(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        TrainConfig(**NEEDED | values)
+    assert "pydantic" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["use_cpu", "no_cuda"])
+def test_names_that_others_have_for_the_cpu(key: str) -> None:
+    config, notices = make_config(NEEDED | {key: True})
+    assert (config.device, notices) == ("cpu", [f"{key}: true is taken as device: cpu"])
+    assert make_config(NEEDED | {key: True, "device": "cpu"})[0].device == "cpu"
+    assert make_config(NEEDED | {key: False, "device": "cuda"})[0].device == "cuda"
 
 
 def test_a_required_key_is_named() -> None:

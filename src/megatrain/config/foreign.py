@@ -101,6 +101,7 @@ _met(
 _met("include_num_input_tokens_seen", "tokens are always counted, padding never")
 _met("log_on_each_node save_on_each_node", "there is one node")
 _met("disable_tqdm", "the progress display gives way to plain lines where there is no terminal")
+_met("use_cpu no_cuda", "true is taken as device: cpu", True, False, None)
 _met("prediction_loss_only", "evaluation takes the loss only")
 _met(
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object",
@@ -188,9 +189,13 @@ _refused(
 )
 _refused("hub_strategy", "use megatrain export --push-to-hub afterwards", "every_save")
 _refused("data_seed", "seed is the key of the order too")
-_refused("use_cpu no_cuda", "use device: cpu")
 _refused("dataloader_drop_last", "the last step of an epoch may be short")
 _refused("group_by_length", "rows are not grouped by length")
+_refused(
+    "template",
+    "the tokenizer's own chat template is used; chat_template_path gives another",
+    "",
+)
 _refused("label_names", "labels come from the columns of the format", [])
 _refused("debug", "there is no such debug mode", "", [])
 _refused("skip_memory_metrics", "memory is printed before training, not traced", True)

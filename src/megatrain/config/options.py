@@ -3,9 +3,9 @@
 Promise: strict types, no key that does nothing, no two keys that contradict each other.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
 from megatrain.config.groups.data import HELD_OUT, DataKeys
 from megatrain.config.groups.keys import Keys
@@ -14,6 +14,7 @@ from megatrain.config.groups.optimizer import OptimizerKeys
 from megatrain.config.groups.run import RunKeys
 from megatrain.config.groups.steps import StepKeys
 from megatrain.config.groups.watching import WatchingKeys
+from megatrain.config.mistakes import as_user_error
 from megatrain.data.hub import HubDataset
 from megatrain.data.sources import DataNames
 
@@ -82,7 +83,19 @@ OWN_KEYS = frozenset(
 
 # Pydantic takes the last base's fields first: this is the order of GROUPS.
 class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, ModelKeys):
-    """Options of `megatrain train`."""
+    """Options of `megatrain train`.
+
+    Raises:
+        UserError: with a part for each key that is unknown, missing or has a wrong value.
+    """
+
+    if not TYPE_CHECKING:  # for whom the keys are the signature
+
+        def __init__(self, **values: Any) -> None:
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise as_user_error(error, type(self).model_fields) from error
 
     def paths(self) -> dict[str, Any]:
         """What `megatrain.preflight.check_run` looks at, by its arguments' names."""

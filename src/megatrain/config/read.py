@@ -4,16 +4,15 @@ Promise: every mistake is one `UserError` that names the key, and every key that
 is met by design is reported.  Nothing heavy is imported.
 """
 
-import difflib
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from megatrain.config.foreign import MET, REFUSED, SYNONYMS
+from megatrain.config.mistakes import nearest_key
 from megatrain.config.options import TrainConfig
 from megatrain.errors import UserError
 
@@ -23,6 +22,8 @@ WITH_COMMAS = ("add_tokens", "add_special_tokens", "dataset", "eval_dataset")
 """Keys whose value may be a list with commas, as LLaMA-Factory has it."""
 WITH_WEIGHTS = ("train_files", "dataset")
 """Keys whose value may be names with weights."""
+WITHOUT_GPU = ("use_cpu", "no_cuda")
+"""Names that transformers has, or had, for device: cpu."""
 STRATEGIES = ("save_strategy", "eval_strategy", "logging_strategy")
 SCIENTIFIC = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 
@@ -164,25 +165,26 @@ def make_config(values: Mapping[str, Any]) -> tuple[TrainConfig, list[str]]:
         raise UserError(
             asked="bf16: true with dtype: float32", found="a contradiction", change="remove one"
         )
-    try:
-        return TrainConfig(**known), notices
-    except ValidationError as error:
-        raise UserError(
-            asked="this config",
-            found="; ".join(_describe(item) for item in error.errors()),
-            change="see docs/config.md",
-        ) from error
+    for key in WITHOUT_GPU:
+        if named.get(key) is True:
+            if known.get("device", "auto") not in ("auto", "cpu"):
+                raise UserError(
+                    asked=f"{key}: true with device: {known['device']}",
+                    found="a contradiction",
+                    change="remove one",
+                )
+            known["device"] = "cpu"
+    return TrainConfig(**known), notices
 
 
 def _check_foreign(key: str, value: Any) -> None:
     entry = MET.get(key) or REFUSED.get(key)
     if entry is None:
-        every = [*TrainConfig.model_fields, *SYNONYMS]
-        nearest = difflib.get_close_matches(key, every, n=1)
+        nearest = nearest_key(key, TrainConfig.model_fields)
         raise UserError(
             asked=f"key '{key}'",
             found="no such key",
-            change=f"did you mean '{nearest[0]}'" if nearest else "see docs/config.md",
+            change=f"did you mean '{nearest}'" if nearest else "see docs/config.md",
         )
     if not entry.accepts(value):
         change = f"remove {key}"
@@ -190,17 +192,6 @@ def _check_foreign(key: str, value: Any) -> None:
             taken = ", ".join(str(each) for each in entry.accepted or ())
             change += f", or set it to one of: {taken}"
         raise UserError(asked=f"{key}: {value}", found=entry.why, change=change)
-
-
-def _describe(item: Any) -> str:
-    """One mistake that pydantic found, in few words."""
-    message = item["msg"].removeprefix("Value error, ")
-    where = ".".join(map(str, item["loc"]))
-    if not where:
-        return str(message)
-    message = message[0].lower() + message[1:]
-    found = "" if item["type"] == "missing" else f" (found {item['input']!r})"
-    return f"{where}: {message}{found}"
 
 
 def _fit_type(name: str, value: Any) -> Any:
