@@ -115,7 +115,8 @@ def broken() -> Iterator[Any]:
     [
         ("models/base", {"output_dir": "out"}, broken(), "row 1 of the train dataset: a str.*as d"),
         ("models/base", {"output_dir": "out"}, [{"text": b"a"}], "row 0 .*: a bytes in it"),
-        ("models/base", {"output_dir": "out"}, [], "no record"),
+        ("models/base", {"output_dir": "out"}, [], "train_dataset: no row in it"),
+        ("models/base", {"output_dir": "out"}, iter([]), "train_dataset: no row in it"),
         ("models/base", {"output_dir": "out", "learning_rat": 1}, ROWS, "mean 'learning_rate'"),
         (
             "models/base",
@@ -135,3 +136,9 @@ def test_mistakes_are_one_clear_error(
     with pytest.raises(UserError, match=message):
         Trainer.from_dataset(model, args, rows)
     assert not Path("models/records").exists()
+
+
+def test_no_rows_to_hold_out_are_refused_before_anything_is_written(workspace: Path) -> None:
+    with pytest.raises(UserError, match="eval_dataset: no row in it"):
+        Trainer.from_dataset("models/base", {"output_dir": "out", "eval_steps": 1}, ROWS, [])
+    assert not Path("out").exists()

@@ -101,6 +101,8 @@ def test_truncation_and_rows_without_supervision_are_counted(tmp_path: Path) -> 
         ("a.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}', "no supervised token"),
         ("a.json", b'{"text": "a"}', "JSON dict"),
         ("a.jsonl", b'{"prompt": "a", "completion": []}', "the other messages"),
+        ("a.jsonl", b'{"prompt": "a", "chosen": "b", "rejected": "c"}', "preference data"),
+        ("a.jsonl", b'{"conversations": [], "chosen": {}, "rejected": {}}', "preference data"),
         ("a.bin", b"x", r"kind '\.bin'"),
     ],
 )
@@ -110,6 +112,16 @@ def test_bad_input_is_one_clear_error(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         load_rows([str(tmp_path / name)], TOKENIZER, DataOptions())
+
+
+def test_chosen_answers_can_be_trained_on(tmp_path: Path) -> None:
+    pair = {"prompt": "One and one?", "chosen": " Two.", "rejected": " Three."}
+    options = DataOptions(completion_column="chosen")
+    rows = load_rows([write(tmp_path / "a.jsonl", pair)], TOKENIZER, options)
+    assert supervised(rows[0]) == " Two.<|endoftext|>"
+    beside = pair | {"messages": CHAT}
+    rows = load_rows([write(tmp_path / "b.jsonl", beside)], TOKENIZER, DataOptions())
+    assert "Hello." in supervised(rows[0])
 
 
 def test_a_row_longer_than_the_model_has_positions_for_is_refused(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from megatrain.errors import UserError
 FORMATS = ("text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens")
 
 EXCESS_LENGTH = ("truncate", "drop", "error")
+PREFERENCE = {"chosen", "rejected"}
+"""Columns of preference data, as TRL and LLaMA-Factory have it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +130,17 @@ def detect_format(record: Record, options: DataOptions) -> str:
     """
     columns = set(record.value)
     wanted = columns_of(options)
-    for name, needed in wanted.items():
-        if needed <= columns:
-            return name
+    found = next((name for name, needed in wanted.items() if needed <= columns), None)
+    # In LLaMA-Factory's data a conversation beside them is their prompt; messages are a sample.
+    if columns >= PREFERENCE and found in (None, "sharegpt"):
+        raise UserError(
+            asked=f"detect the format of {record.place}",
+            found="preference data (columns chosen and rejected), and a trainer that supervises",
+            change="to train on the chosen answers, set prompt_column, and completion_column:"
+            " chosen, or rename chosen to messages if it holds whole conversations",
+        )
+    if found is not None:
+        return found
     every = sorted(set().union(*wanted.values()) - columns)
     near = [(c, m) for c in sorted(columns) for m in difflib.get_close_matches(c, every, n=1)]
     near.sort(key=lambda pair: -difflib.SequenceMatcher(None, *pair).ratio())

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,25 @@ def config_of(
             raise UserError(asked=name, found="rows that are given too", change="give one of them")
     # With a file in its place: every key is checked before anything is written.
     checked, _ = make_config(named | _files("", "" if eval_dataset is not None else None))
+    train_records = _some(train_dataset, "train_dataset")
+    eval_records = None if eval_dataset is None else _some(eval_dataset, "eval_dataset")
     folder, _ = find_gguf(checked.model_name_or_path, checked.gguf_file)
     output = Path(checked.output_dir)
     check_output(output, model=Path(folder))
     claim_output(output)
-    train = write_records(train_dataset, output / FOLDER, "train")
+    train = write_records(train_records, output / FOLDER, "train")
     held_out = None
-    if eval_dataset is not None:
-        held_out = str(write_records(eval_dataset, output / FOLDER, "eval"))
+    if eval_records is not None:
+        held_out = str(write_records(eval_records, output / FOLDER, "eval"))
     return make_config(named | _files(str(train), held_out))
+
+
+def _some(records: Records, name: str) -> Records:
+    """The same rows, of which there is at least one."""
+    rows = iter(records)
+    for first in rows:
+        return chain([first], rows)
+    raise UserError(asked=name, found="no row in it", change="give at least one")
 
 
 def _files(train: str, held_out: str | None) -> dict[str, Any]:
