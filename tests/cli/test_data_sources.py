@@ -73,6 +73,15 @@ def test_a_mixture_trains_with_exact_counts_and_goes_on(workspace: Path) -> None
     assert models[0] == models[1]
 
 
+def test_a_run_tells_what_it_made_of_its_data(workspace: Path) -> None:
+    values = GOOD | MIXED | {"max_length": 8, "max_steps": 1, "output_dir": "told"}
+    Path("c.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    told = run("train", "c.yaml").output
+    assert "held out; files (prompt_completion, text): " in told
+    assert "rows of an epoch: 24 of data/train.jsonl, 8 of data/text\n" in told
+    assert "records (56%) are cut at max_length\n" in told
+
+
 def test_other_weights_are_another_run(workspace: Path) -> None:
     keys = MIXED | {"max_steps": 1, "save_steps": 1, "save_strategy": "steps", "output_dir": "o"}
     trainer(**keys).train()

@@ -1,5 +1,6 @@
 """Kept rows, texts cut to length, counts, the order of steps, loading of tokenizers."""
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -99,6 +100,12 @@ def test_every_record_is_accounted_for(tmp_path: Path) -> None:
         empty=1,
         largest_token=END,
     )
+    assert rows.stats.losses_in_words() == [
+        "2 of 5 records (40%) are skipped: nothing in them is supervised",
+        "2 of 5 records (40%) are cut at max_length",
+    ]
+    few = dataclasses.replace(rows.stats, records=100, skipped=5, truncated=5, dropped=15)
+    assert few.losses_in_words() == ["15 of 100 records (15%) are dropped: longer than max_length"]
 
 
 def test_nothing_left_to_learn_says_how_it_came_about(tmp_path: Path) -> None:

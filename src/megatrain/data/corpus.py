@@ -13,7 +13,7 @@ import numpy.typing as npt
 import xxhash
 
 from megatrain.data.cache import TokenCache
-from megatrain.data.dataset import load_rows
+from megatrain.data.dataset import dataset_format, load_rows
 from megatrain.data.formats import DataOptions
 from megatrain.data.mixture import MixtureOrder
 from megatrain.data.rows import DatasetStats, Row, TokenizedRows
@@ -27,6 +27,8 @@ class Part:
 
     source: Source
     rows: TokenizedRows
+    format: str
+    """One of `formats.FORMATS`."""
 
 
 class Corpus(Sequence[Row]):
@@ -60,6 +62,11 @@ class Corpus(Sequence[Row]):
     def files(self) -> tuple[Path, ...]:
         """What was read."""
         return tuple(file for part in self.parts for file in part.source.files)
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Of the parts, each named once."""
+        return tuple(dict.fromkeys(part.format for part in self.parts))
 
     def described(self, order: MixtureOrder | None) -> dict[str, dict[str, float]]:
         """Figures of each part, by name; of a mixture also its weight and what an epoch takes."""
@@ -128,6 +135,7 @@ def load_corpus(
             Part(
                 source=source,
                 rows=load_rows(source, tokenizer, options, cache=cache, processes=processes),
+                format=dataset_format(source, options),
             )
             for source in sources
         ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatrain.data.cache import TokenCache
-from megatrain.data.files import find_files, read_records
+from megatrain.data.files import find_files
 from megatrain.data.formats import DataOptions, check_options, detect_format
 from megatrain.data.gather import Gathered
 from megatrain.data.rows import DatasetStats, TokenizedRows
@@ -72,18 +72,18 @@ def _of_files(paths: str | Path | Sequence[str | Path]) -> Source:
     return files_source(", ".join(map(str, files)), files)
 
 
-def dataset_format(paths: str | Path | Sequence[str | Path], options: DataOptions) -> str:
-    """The format of files: as asked for, or as their first record has it.
+def dataset_format(data: Source | str | Path | Sequence[str | Path], options: DataOptions) -> str:
+    """The format of a source, or of files: as asked for, or as the first record has it.
 
     Raises:
         UserError: for unreadable input, or columns of no format.
     """
     check_options(options)
-    if options.format != "auto":
-        return options.format
-    for file in find_files(paths):
-        for record in read_records(file):
-            return detect_format(record, options)
+    source = data if isinstance(data, Source) else _of_files(data)
+    if source.format is not None or options.format != "auto":
+        return source.format or options.format
+    for record in source.records():
+        return detect_format(record, options)
     return options.format
 
 

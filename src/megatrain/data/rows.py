@@ -13,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+MANY = 0.05
+"""Share of the records that a person should hear of in a line of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -58,6 +61,20 @@ class DatasetStats:
             f"{self.rows} rows, {self.tokens:,} tokens, {self.supervised_tokens:,} supervised,"
             f" {self.truncated} rows cut at max_length,{dropped} {self.skipped} records skipped"
         )
+
+    def losses_in_words(self) -> list[str]:
+        """A line for whatever takes much of the data away.  What is cut, dropped or skipped is no
+        text, and of anything else a record is one row."""
+        told = (
+            (self.skipped, "skipped: nothing in them is supervised"),
+            (self.truncated, "cut at max_length"),
+            (self.dropped, "dropped: longer than max_length"),
+        )
+        return [
+            f"{count:,} of {self.records:,} records ({count / self.records:.0%}) are {what}"
+            for count, what in told
+            if count > MANY * self.records
+        ]
 
     @classmethod
     def total(cls, parts: Iterable["DatasetStats"]) -> "DatasetStats":

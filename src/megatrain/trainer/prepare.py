@@ -80,6 +80,8 @@ class RunData:
     """Which of train_rows an epoch takes; None: all."""
     parts: dict[str, dict[str, float]]
     """Rows, tokens and rows an epoch of each part of the training data, by name."""
+    formats: Sequence[str]
+    """Of the training files, as asked for or found."""
     files: Sequence[Path]
     """What was read, held-out files included."""
     notes: Sequence[str]
@@ -318,6 +320,7 @@ def load_data(
         digest=rows.digest,
         order=order,
         parts=rows.described(order),
+        formats=rows.formats,
         files=files,
         notes=notes,
     )

@@ -37,6 +37,7 @@ def preprocess(config: TrainConfig, sample: int) -> Iterator[Table | Text | str]
     tokenizer = load_run_tokenizer(config, files)
     data = load_data(config, tokenizer)
     yield from data.notes
+    yield f"read as {', '.join(data.formats)}"
     yield counts_table(data.stats)
     if len(data.parts) > 1:
         yield parts_table(data.parts)

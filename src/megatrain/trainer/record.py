@@ -62,6 +62,7 @@ class RunRecord:
             "data": {
                 "files": {str(path): path.stat().st_size for path in run.data.files},
                 "parts": run.data.parts,
+                "formats": run.data.formats,
                 "digest": run.data.digest,
                 "rows": asdict(run.data.stats),
                 "held_out_rows": len(run.data.eval_rows),

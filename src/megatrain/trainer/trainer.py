@@ -1,7 +1,7 @@
 """A training run from its config to the model on disk."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +268,10 @@ class Trainer:
             *self.notes,
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
             f" {run.compute_dtype} on {run.device.type}; {plan.in_words()}",
-            f"{len(data.train_rows)} rows to train on, {len(data.eval_rows)} held out; files:"
-            f" {data.stats.in_words()}; {run.total_steps} steps",
+            f"{len(data.train_rows)} rows to train on, {len(data.eval_rows)} held out; files"
+            f" ({', '.join(data.formats)}): {data.stats.in_words()}; {run.total_steps} steps",
+            *data.stats.losses_in_words(),
+            _mixture_in_words(data.parts) if data.order is not None else "",
             run.sampler.in_words(),
             saver.in_words(),
             run.blocks.grown,
@@ -302,3 +304,8 @@ class Trainer:
         if report.unexpected:
             note(f"in the checkpoint, not in the model: {', '.join(report.unexpected)}")
         return store
+
+
+def _mixture_in_words(parts: Mapping[str, Mapping[str, float]]) -> str:
+    taken = (f"{part['rows_per_epoch']:,} of {name}" for name, part in parts.items())
+    return f"rows of an epoch: {', '.join(taken)}"
