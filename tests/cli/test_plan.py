@@ -32,6 +32,7 @@ def plan(*arguments: Any) -> Result:
 def test_bytes_by_tier_a_step_and_a_whole_run() -> None:
     result = plan(SMALL, "--gpu", "rtx4090", "--host-memory", "64GiB", "--tokens", "2e9")
     assert result.exit_code == 0
+    assert result.output.startswith(f"{SMALL} on one RTX 4090: ")
     for part in ("device", "host", "disk", "exp_avg_sq", "a checkpoint", "workspace"):
         assert part in result.output
     assert "tokens/s" in result.output and "2B tokens:" in result.output

@@ -26,7 +26,7 @@ def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[st
     """The answer for a person, in lines."""
     params = adviser.model.num_params
     yield (
-        f"{question.model}: {params / 1e9:.2f}B parameters,"
+        f"{question.model} on one {question.gpu.name}: {params / 1e9:.2f}B parameters,"
         f" {len(adviser.model.blocks)} blocks; {question.rows} rows of {question.length} tokens a"
         f" step, micro-batches of {question.micro_rows}, max_grad_norm {question.max_grad_norm:g}"
     )
