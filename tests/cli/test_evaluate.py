@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from megatrain.cli import app
+from megatrain.cli.arguments import with_option_names
 from megatrain.errors import UserError
 
 
@@ -69,3 +70,31 @@ def test_the_batch_size_changes_nothing(workspace: Path) -> None:
 def test_a_missing_file_is_told_before_the_model_is_read(workspace: Path) -> None:
     with pytest.raises(UserError, match=r"data/absent\.txt"):
         lines_of("models/base", "data/text", "data/absent.txt")
+
+
+def test_errors_name_options(workspace: Path) -> None:
+    with pytest.raises(UserError, match="set --prompt-column and --completion-column to the"):
+        lines_of("models/base", "data/train.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("key", "option"),
+    [
+        ("the columns, max_length and the", "the columns, --max-length and the"),
+        ("set only_loss: false", "set --no-only-loss"),
+        ("only_loss: true, max_length: 4", "--only-loss, --max-length 4"),
+        ("device: cuda", "--device cuda"),
+        ("another device (its max_length_of)", "another device (its max_length_of)"),
+        ("data.max_length 'max_length' --max_length", "data.max_length 'max_length' --max_length"),
+        ("model: no such", "model: no such"),
+    ],
+)
+def test_a_key_becomes_the_option_that_set_it(key: str, option: str) -> None:
+    def command(
+        model: str, max_length: int = 2, only_loss: bool = True, device: str = "cpu"
+    ) -> None:
+        raise UserError(asked=model, found="nothing", change="nothing")
+
+    with pytest.raises(UserError) as caught:
+        with_option_names(command)(key)
+    assert caught.value.asked == option

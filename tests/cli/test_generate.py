@@ -100,7 +100,7 @@ def test_the_models_positions_are_not_overrun(workspace: Path) -> None:
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=262, n_positions=16)
     GPT2LMHeadModel(config).save_pretrained("short")
     byte_tokenizer().save_pretrained("short")
-    with pytest.raises(UserError, match="16 positions"):
+    with pytest.raises(UserError, match=r"16 positions.*\(--max-new-tokens\)"):
         run("generate", "short", "--prompt", "0123456789", "--max-new-tokens", "7")
     run("generate", "short", "--prompt", "0123456789", "--max-new-tokens", "6")
 
@@ -114,7 +114,8 @@ def test_the_models_positions_are_not_overrun(workspace: Path) -> None:
         (["--prompts", "absent.jsonl"], "absent"),
         (["--prompt", ""], "no token"),
         (["--prompt", "a", "--top-k", "5"], "greedy"),
-        (["--prompt", "a", "--gpu-memory", "much"], "gpu_memory"),
+        (["--prompt", "a", "--gpu-memory", "much"], "--gpu-memory: 'much'"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature -1"),
     ],
 )
 def test_bad_input_is_one_error(workspace: Path, arguments: list[str], words: str) -> None:

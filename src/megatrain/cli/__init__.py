@@ -20,6 +20,7 @@ from megatrain.cli.arguments import (
     parse_micro_rows,
     parse_offload,
     parse_size,
+    with_option_names,
 )
 from megatrain.config import read_config
 from megatrain.errors import UserError
@@ -252,10 +253,10 @@ def export(
     typer.echo(f"{target}: {written}")
 
 
-app.command("eval")(reading.evaluate)
-app.command("lm-eval")(reading.evaluate_on_tasks)
-app.command("generate")(reading.generate_text)
-app.command("chat")(reading.converse)
+app.command("eval")(with_option_names(reading.evaluate))
+app.command("lm-eval")(with_option_names(reading.evaluate_on_tasks))
+app.command("generate")(with_option_names(reading.generate_text))
+app.command("chat")(with_option_names(reading.converse))
 
 
 @app.command()

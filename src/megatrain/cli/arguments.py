@@ -1,5 +1,9 @@
 """Arguments and options that several commands have."""
 
+import inspect
+import re
+from collections.abc import Callable
+from functools import wraps
 from typing import Annotated, Any, Literal
 
 import typer
@@ -28,6 +32,35 @@ Temperature = Annotated[float, typer.Option(help="0: greedy; above 0: drawn.")]
 TopP = Annotated[float | None, typer.Option(help="Draw from this much probability.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from so many tokens; 0: from all.")]
 Seed = Annotated[int, typer.Option(help="Of what is drawn.")]
+
+
+def with_option_names(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, whose errors name its options where the rooms name keys of a config."""
+    options = [
+        name
+        for name, parameter in inspect.signature(command).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    ]
+    # A name of one word may be a word of the text, unless a value follows.
+    names = "|".join(name if "_" in name else f"{name}(?=: )" for name in options)
+    key = re.compile(rf"(?<![\w.'-])({names})(?!\w)(: (?:(true|false)\b)?)?")
+
+    def option(found: re.Match[str]) -> str:
+        name, value, flag = found.groups()
+        no = "no-" if flag == "false" else ""
+        return f"--{no}{name.replace('_', '-')}{' ' if value and not flag else ''}"
+
+    @wraps(command)
+    def told(*arguments: Any, **given: Any) -> None:
+        try:
+            command(*arguments, **given)
+        except UserError as error:
+            asked, found, change = (
+                key.sub(option, text) for text in (error.asked, error.found, error.change)
+            )
+            raise UserError(asked=asked, found=found, change=change) from error
+
+    return told
 
 
 def parse_size(name: str, text: str | None) -> int | None:
