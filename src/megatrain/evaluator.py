@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.data import DataOptions, dataset_format, load_rows, supervised_bytes
+from megatrain.data import DataOptions, TokenCache, dataset_format, load_rows, supervised_bytes
 from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows, total
 from megatrain.evaluation.harness import HarnessOptions, find_tasks, run_tasks, scores
 from megatrain.opening import ModelChoice, OpenModel
@@ -23,7 +23,12 @@ class FileResult:
 
 
 def evaluate_model(
-    choice: ModelChoice, data: Sequence[str], *, options: DataOptions, batch_size: int = 8
+    choice: ModelChoice,
+    data: Sequence[str],
+    *,
+    options: DataOptions,
+    batch_size: int = 8,
+    cache: TokenCache | None = None,
 ) -> list[FileResult]:
     """Loss, perplexity and bits per byte of a model on each of some data sets.
 
@@ -32,6 +37,7 @@ def evaluate_model(
         data: files, folders and globs; the format of each is its own.
         options: how records become rows.
         batch_size: rows that are computed at a time.
+        cache: of tokenised rows.
 
     Raises:
         UserError: for a model or data that cannot be used, before weights are loaded.
@@ -42,7 +48,7 @@ def evaluate_model(
     sets = []
     for name in data:
         chosen = dataset_format(name, options)
-        rows = load_rows(name, tokenizer, replace(options, format=chosen))
+        rows = load_rows(name, tokenizer, options, cache=cache)
         # Whoever made the ids of tokenised rows need not have used this tokenizer.
         nbytes = None if chosen == "tokens" else supervised_bytes(rows, tokenizer)
         sets.append((name, rows, nbytes))

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from megatrain.cli import app
 from megatrain.cli.arguments import with_option_names
+from megatrain.data import tokenise
 from megatrain.errors import UserError
 
 
@@ -70,6 +71,19 @@ def test_the_batch_size_changes_nothing(workspace: Path) -> None:
 def test_a_missing_file_is_told_before_the_model_is_read(workspace: Path) -> None:
     with pytest.raises(UserError, match=r"data/absent\.txt"):
         lines_of("models/base", "data/text", "data/absent.txt")
+
+
+def test_rows_are_tokenised_once(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = lines_of("models/base", "data/text", "--dataset-cache-dir", "kept")
+    assert len(list(Path("kept").glob("*/manifest.json"))) == 1
+
+    def never(*_: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(tokenise.Task, "batch", never)
+    assert lines_of("models/base", "data/text", "--dataset-cache-dir", "kept") == first
+    with pytest.raises(AssertionError):
+        lines_of("models/base", "data/text")
 
 
 def test_errors_name_options(workspace: Path) -> None:

@@ -309,6 +309,31 @@ def test_remains_of_a_killed_run_are_removed_when_they_are_old(data: Path, tmp_p
     assert [path.name for path in folder.glob("*.unfinished")] == ["young.unfinished"]
 
 
+def test_an_entry_that_nothing_has_opened_for_long_is_removed(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+
+    def load(max_length: int) -> None:
+        options = DataOptions(max_length=max_length)
+        load_rows(data, TOKENIZER, options, cache=TokenCache(folder))
+
+    def grow_old(paths: list[Path]) -> None:
+        for path in paths:
+            os.utime(path / "manifest.json", (time.time() - 31 * 24 * 3600,) * 2)
+
+    strange = folder / "mine"
+    strange.mkdir(parents=True)
+    (strange / "manifest.json").write_text("{}")
+    load(64), load(32)
+    first = {entry for entry in entries(folder) if entry != strange}
+    grow_old([*first, strange])
+    load(64)  # opened, it is young again
+    load(16)
+    left = set(entries(folder))
+    assert strange in left and len(left) == 3 and len(left & first) == 1
+    load(64)
+    assert set(entries(folder)) == left
+
+
 def test_tokens_that_a_model_lacks_are_named_by_place_from_the_cache_too(
     data: Path, tmp_path: Path
 ) -> None:

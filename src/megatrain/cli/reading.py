@@ -20,7 +20,7 @@ from megatrain.cli.arguments import (
     TopP,
     parse_size,
 )
-from megatrain.data import DataOptions
+from megatrain.data import DataOptions, TokenCache, default_cache_dir
 from megatrain.data.files import find_files
 from megatrain.errors import UserError
 from megatrain.preflight import check_model, claim_file
@@ -46,6 +46,9 @@ def evaluate(
     assistant_only_loss: Annotated[
         bool, typer.Option(help="Take the assistant's turns only.")
     ] = True,
+    dataset_cache_dir: Annotated[
+        str | None, typer.Option(help="Where tokenised rows are kept; default: as for train.")
+    ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     gpu_memory: GpuMemory = None,
@@ -66,7 +69,10 @@ def evaluate(
     from megatrain.evaluator import describe, evaluate_model
 
     choice = _choice(model, device, dtype, gpu_memory, model_revision, cache_dir)
-    results = evaluate_model(choice, files, options=options, batch_size=batch_size)
+    cache = TokenCache(
+        dataset_cache_dir or default_cache_dir(), lambda note: typer.echo(note, err=True)
+    )
+    results = evaluate_model(choice, files, options=options, batch_size=batch_size, cache=cache)
     for line in describe(results):
         typer.echo(line)
 

@@ -9,7 +9,8 @@ change time cannot be set back by a user.
 
 Promise: an entry appears whole or not at all, whoever else is writing the same one.  Its files are
 taken as they are while their sizes and times are those of the writing; otherwise they are read and
-compared with the digest, and what differs is made again.  A folder that cannot be written costs a
+compared with the digest, and what differs is made again.  What was not opened for 30 days is
+removed when an entry is made (`data/expiry.py`).  A folder that cannot be written costs a
 notice and memory, never the run.
 """
 
@@ -27,6 +28,7 @@ from uuid import uuid4
 
 import xxhash
 
+from megatrain.data.expiry import MANIFEST, clean, put_away, touch, unfinished
 from megatrain.data.files import kind_of, unreadable
 from megatrain.data.formats import DataOptions
 from megatrain.data.gather import (
@@ -42,10 +44,6 @@ from megatrain.data.source import Source
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 
-MANIFEST = "manifest.json"
-UNFINISHED = ".unfinished"
-STALE_SECONDS = 24 * 3600
-"""Remains of a killed run that nothing was written to for so long are removed."""
 SETTLED_SECONDS = 2.0
 """A file changed later than this before it was read may change again within its time stamp."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
@@ -139,7 +137,10 @@ class Entry:
                 return None
         except (OSError, ValueError, KeyError, TypeError):
             pass
-        self._put_away()
+        try:
+            put_away(self.folder)
+        except OSError as error:
+            self._cache.complain(error)
         return None
 
     def _opened(self) -> TokenizedRows:
@@ -157,6 +158,7 @@ class Entry:
             untouched &= at.st_mtime_ns == mtime_ns
         if not untouched and digest_of_files(self.folder) != body["digest"]:
             raise ValueError("other rows than were written")
+        touch(self.folder)
         return mapped_rows(self.folder, stats, digest=body["digest"])
 
     def build(self, chunks: Iterable[RowChunk]) -> TokenizedRows:
@@ -236,37 +238,15 @@ class Entry:
 
     def _files(self) -> GatheredFiles | None:
         """In a folder of their own, or none if there can be none."""
-        parent = self.folder.parent
-        scratch = parent / f"{self.folder.name}-{uuid4().hex}{UNFINISHED}"
+        scratch = unfinished(self.folder)
         try:
-            parent.mkdir(parents=True, exist_ok=True)
-            _remove_remains(parent)
+            scratch.parent.mkdir(parents=True, exist_ok=True)
+            clean(scratch.parent)
             scratch.mkdir()
             return GatheredFiles(scratch)
         except OSError as error:
             self._cache.complain(error)
             return None
-
-    def _put_away(self) -> None:
-        """Out of the way first, so that no other run opens what is being removed."""
-        away = self.folder.parent / f"{self.folder.name}-{uuid4().hex}{UNFINISHED}"
-        try:
-            self.folder.rename(away)
-        except OSError as error:
-            self._cache.complain(error)
-            return
-        shutil.rmtree(away, ignore_errors=True)
-
-
-def _remove_remains(folder: Path) -> None:
-    now = time.time()
-    for path in folder.glob(f"*{UNFINISHED}"):
-        try:
-            last = max(each.stat().st_mtime for each in (path, *path.iterdir()))
-        except OSError:  # its run has just finished
-            continue
-        if last < now - STALE_SECONDS:
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_whole(path: Path, text: str) -> None:
