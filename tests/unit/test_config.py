@@ -156,6 +156,7 @@ def test_every_wrong_value_is_named_at_once() -> None:
         ({"gpu_memory": "8GiB", "device": "cpu"}, "gpu_memory needs a GPU"),
         ({"learning_rat": 1e-3}, r"learning_rat: no such key \(did you mean 'learning_rate'\)"),
         ({"cutoff_len": 64}, r"cutoff_len: no such key \(did you mean 'max_length'\)"),
+        ({"cutof_len": 64}, r"cutof_len: no such key \(did you mean 'max_length'\)"),
         ({"nonsense": 1}, r"nonsense: no such key\. "),
     ],
 )

@@ -37,7 +37,8 @@ def _describe(item: Any, keys: Collection[str]) -> str:
     if not where:
         return str(message)
     if item["type"] == "extra_forbidden":
-        near = SYNONYMS.get(where) or nearest_key(where, keys)
+        near = where if where in SYNONYMS else nearest_key(where, keys)
+        near = SYNONYMS.get(near or "", near)  # in Python keys have one name only
         return f"{where}: no such key" + (f" (did you mean '{near}')" if near else "")
     message = message[0].lower() + message[1:]
     found = "" if item["type"] == "missing" else f" (found {item['input']!r})"
