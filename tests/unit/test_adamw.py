@@ -1,5 +1,8 @@
 """One formula: the host kernel equals the reference bit for bit, and both follow torch's AdamW."""
 
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -71,6 +74,24 @@ def test_concurrent_sweeps_do_not_disturb_each_other() -> None:
     for mine, theirs in zip(buffers, expected, strict=True):
         reference_update(theirs, hyper(1))
         assert_same(mine, theirs)
+
+
+@pytest.mark.process
+def test_numba_s_unsafe_threads_are_told_before_the_first_sweep_and_take_turns() -> None:
+    """Without turns numba ends the process."""
+    code = (
+        "from megatrain.optim.host import threading_notice\n"
+        "from tests.unit import test_adamw\n"
+        "print(threading_notice())\n"
+        "test_adamw.test_concurrent_sweeps_do_not_disturb_each_other()\n"
+    )
+    environment = os.environ | {
+        "NUMBA_THREADING_LAYER": "workqueue",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert "unsafe threading layer, workqueue" in done.stdout
 
 
 def test_the_sweep_leaves_torch_s_threads_alone() -> None:

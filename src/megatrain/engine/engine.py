@@ -298,9 +298,9 @@ class Engine:
 
     def take_notices(self) -> list[str]:
         """What a user should hear of compilation and of this machine, each once."""
-        notices = (threading_notice(), huge_page_notice())
-        places = (self.store.slab.notice, self.buffers.slab.notice, self.store.disk_notice)
-        of_machine = {text for text in (*notices, *places) if text}
+        notices = (threading_notice(), huge_page_notice(), self.store.disk_notice)
+        of_slabs = (*self.store.slab.notices, *self.buffers.slab.notices)
+        of_machine = {text for text in (*notices, *of_slabs) if text}
         new = sorted(of_machine - self._said)
         self._said |= of_machine
         return new + ([] if self.compiler is None else self.compiler.take_notices())

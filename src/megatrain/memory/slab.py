@@ -1,7 +1,8 @@
 """One large anonymous mapping for all host state, page-locked once if a GPU reads it.
 
 Anonymous private mapping with huge pages, registered with CUDA at its exact size: no rounding to
-powers of two, no second copy, one registration.  Price: the registration touches every page.
+powers of two, no second copy, one registration.  On several NUMA nodes pages are dealt out over
+them.  Price: the registration touches every page.
 """
 
 import mmap
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from megatrain.memory.numa import interleave, usable_nodes
 
 ALIGN_BYTES = 4096
 
@@ -42,26 +45,27 @@ class HostSlab:
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._used = 0
         self._unpin: weakref.finalize[[Tensor], HostSlab] | None = None
-        self.notice: str | None = None
-        """What a user should hear of page-locking; None if there is nothing to say."""
-        if pin:
-            self._register()
+        placed = interleave(self._bytes.data_ptr(), self.nbytes, usable_nodes())
+        notices = (placed, self._register() if pin else None)
+        self.notices = tuple(text for text in notices if text is not None)
+        """What a user should hear of NUMA and of page-locking."""
 
-    def _register(self) -> None:
+    def _register(self) -> str | None:
+        """What a user should hear of it; None if there is nothing to say."""
         self._bytes.zero_()  # torch's threads touch the pages faster than the driver would
         status = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.nbytes, 0)
         if int(status) != 0:
             _forget_error()
-            self.notice = (
+            return (
                 f"the driver refused to page-lock {self.nbytes / 2**30:.1f} GiB of host memory"
                 f" (cudaHostRegister returned {int(status)}): every copy to and from the GPU will"
                 " be many times slower. Raise the memlock limit (ulimit -l unlimited; of a"
                 " container: --ulimit memlock=-1), give WSL more memory, or use a smaller model"
             )
-            return
         # Also when nobody calls close(): a mapping that goes away while it is registered makes
         # the next registration of its addresses fail.
         self._unpin = weakref.finalize(self, _unregister, self._bytes)
+        return None
 
     def take(self, nbytes: int) -> Tensor:
         """The next `nbytes` bytes (uint8), zero-filled, aligned to a page."""

@@ -29,8 +29,8 @@ COMPILE = {
     "cache": True,
 }
 
-# numba's fallback threading layer breaks under concurrent calls, and one sweep saturates DRAM:
-# so sweeps take turns.
+# numba's fallback threading layer, workqueue, ends the process if two threads call it at once, and
+# one sweep saturates DRAM: so sweeps take turns.
 _ONE_SWEEP = threading.Lock()
 
 
@@ -118,16 +118,16 @@ def default_threads() -> int:
 
 
 def threading_notice() -> str | None:
-    """What a user should hear of numba's threads, once a sweep has run; None if all is well."""
-    try:
-        layer = numba.threading_layer()
-    except ValueError:  # no sweep so far
-        return None
-    if layer != "workqueue":
+    """What a user should hear of numba's threads, which are started; None if all is well."""
+    with _torch_threads_kept():
+        numba.get_num_threads()  # it chooses its threading layer here, in a few milliseconds
+    if numba.threading_layer() != "workqueue":
         return None
     return (
-        "numba found neither OpenMP nor TBB and updates with its own thread pool, which is slower;"
-        " install libgomp or the package tbb"
+        "updates run on numba's unsafe threading layer, workqueue: it ends the process if two threads"
+        " call numba at once. Updates take turns; parallel numba code of your own, as in a callback,"
+        " must not run beside them. Install libgomp (apt: libgomp1) or the package tbb, and do not"
+        " set NUMBA_THREADING_LAYER=workqueue"
     )
 
 
