@@ -163,6 +163,25 @@ def test_more_rows_a_step_are_told_where_they_help() -> None:
     assert "8 rows a step (gradient_accumulation_steps):" in result.output
 
 
+def test_a_mixture_is_told_what_streaming_costs_it() -> None:
+    shape, machine = SHAPES / "olmoe-1b-7b", ("--gpu", "H200", "--host-memory", "300GiB")
+    words = plan(shape, *machine, "--gpu-memory", "40GiB").output
+    assert "a token uses 1.28B of the parameters (18.5%)" in words
+    assert "of the speed with all state on the GPU" in words
+    few, many = (
+        json.loads(plan(shape, *machine, "--gpu-memory", "40GiB", "--rows", rows, "--json").output)
+        for rows in (16, 256)
+    )
+    mixture = few["mixture"]
+    assert mixture["parameters_a_token"] / mixture["parameters"] == pytest.approx(0.185, abs=5e-4)
+    hiding = mixture["hiding_tokens_clipped"]
+    assert hiding == pytest.approx(many["mixture"]["hiding_tokens_clipped"])
+    assert 3 < hiding / mixture["hiding_tokens_unclipped"] < 5  # a forward; three, and the loss
+    assert 0.1 < mixture["of_resident_speed"] < many["mixture"]["of_resident_speed"] <= 1
+    dense = json.loads(plan(SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json").output)
+    assert "mixture" not in dense
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, host_rate
+from megatrain.adviser.experts import mixture_figures
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu
@@ -112,10 +113,14 @@ def _tell(
         lines = refusal(question, error, adviser)
         say(json.dumps(figures(question, None)) if as_json else "\n".join(lines))
         return False
+    mixture = mixture_figures(adviser, question, found)
     if as_json:
-        say(json.dumps(figures(question, found)))
+        of_mixture = {} if mixture is None else {"mixture": mixture.figures()}
+        say(json.dumps(figures(question, found) | of_mixture))
         return True
     say("\n".join(describe(question, found, adviser)))
+    if mixture is not None:
+        say(mixture.words())
     say(whole_run(question, found, tokens))
     changes = list(adviser.faster(question, found)) if found.time_known else []
     if changes:
