@@ -43,6 +43,8 @@ from megatrain.models.templates import LayerTemplate, layer_templates
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 """Of transformers' experts: those that leave out experts of another device."""
+DISPATCHED = "is_transposed"
+"""An attribute that transformers gives all experts that its implementations compute."""
 ROWS = "experts/rows"
 """Carried: a tensor (B, T, 0), for its shape."""
 PROBE_TOKENS = 4
@@ -62,7 +64,7 @@ def find_experts(layer: nn.Module) -> tuple[str, nn.Module] | None:
     for name, module in layer.named_modules():
         count = getattr(module, "num_experts", None)
         fused = list(module.parameters(recurse=False))
-        if "_is_expert_parallel" in module.__dict__ and fused and count:
+        if DISPATCHED in module.__dict__ and fused and count:
             whole = len(fused) == len(list(module.parameters()))
             return (name, module) if whole and all(len(p) == count for p in fused) else None
     return None
