@@ -41,8 +41,9 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.stages import FIRST_EXPERT, ExpertRange, Stage
 from megatrain.models.templates import LayerTemplate, layer_templates
 
-IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
-"""Of transformers' experts: those that leave out experts of another device."""
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+"""Of transformers' experts: those that leave out experts of another device.  Its eager loops do so for
+some models and versions only."""
 DISPATCHED = "is_transposed"
 """An attribute that transformers gives all experts that its implementations compute."""
 ROWS = "experts/rows"
