@@ -42,8 +42,9 @@ from megatrain.models.stages import FIRST_EXPERT, ExpertRange, Stage
 from megatrain.models.templates import LayerTemplate, layer_templates
 
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
-"""Of transformers' experts: those that leave out experts of another device.  Its eager loops do so for
-some models and versions only."""
+"""Of transformers' experts: those that leave out experts of another device.
+
+Its eager loops do so for some models and versions only."""
 DISPATCHED = "is_transposed"
 """An attribute that transformers gives all experts that its implementations compute."""
 ROWS = "experts/rows"
@@ -244,6 +245,8 @@ class _Parting:
             raise UncuttableError("dropout or other randomness in its layers")
         if model.carried_keys:
             raise UncuttableError("layers that hand tensors to later layers")
+        if not num_experts(model):
+            raise UncuttableError("no layer with fused experts that transformers can part")
         if implementation not in (None, *IMPLEMENTATIONS):
             raise UncuttableError(f"experts_implementation {implementation}")
         with torch.no_grad():
@@ -253,8 +256,6 @@ class _Parting:
             x_BTD, calls, _ = model.prologue(embed, ids)
         for index, (template, call) in enumerate(zip(layer_templates(model), calls, strict=True)):
             self._add_layer(index, template, x_BTD, call)
-        if not self._cuts:
-            raise UncuttableError("no layer with fused experts that transformers can part")
         rest = model.blocks[model.num_layers + 1 :]
         self.blocks += [replace(b, index=len(self.blocks) + n) for n, b in enumerate(rest)]
         return replace(model, blocks=tuple(self.blocks), stages=tuple(self.stages), uncut=model)
