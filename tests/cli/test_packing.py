@@ -119,3 +119,22 @@ def test_a_packed_run_does_not_go_on_from_one_that_was_not(workspace: Path) -> N
     trained(max_steps=2, save_steps=1)
     with pytest.raises(UserError, match="packing: True, was False"):
         trained(max_steps=3, packing=True, resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_steps_of_so_many_tokens_take_rows_by_their_mean(workspace: Path, packing: bool) -> None:
+    trainer = trained(packing=packing, tokens_per_step=100, per_device_train_batch_size=2)
+    sampler, tokens = trainer.run.sampler, int(trainer.run.data.train_lengths.sum())
+    mean = tokens / sampler.rows_in(0)
+    assert sampler.rows_per_step == round(100 / mean) > 2
+    seen = [row["num_input_tokens_seen"] for row in steps_of(PAIRS["output_dir"])]
+    assert seen[0] == pytest.approx(100, abs=mean)
+
+
+def test_one_row_is_the_least_of_a_step(workspace: Path) -> None:
+    assert trained(tokens_per_step=1, max_steps=1).run.sampler.rows_per_step == 1
+
+
+def test_two_counts_of_a_step_are_refused() -> None:
+    with pytest.raises(UserError, match="keep one"):
+        make_config(PAIRS | {"tokens_per_step": 100, "gradient_accumulation_steps": 2})

@@ -57,6 +57,7 @@ OWN_KEYS = frozenset(
         "dataset_cache_dir",
         "shuffle",
         "micro_batch_tokens",
+        "tokens_per_step",
         "gradient_dtype",
         "allow_nonfinite_blocks",
         "overwrite_output_dir",
@@ -157,6 +158,8 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
             )
         if self.gpu_memory is not None and self.device == "cpu":
             raise ValueError("gpu_memory needs a GPU, and device is cpu")
+        if self.tokens_per_step is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError("tokens_per_step and gradient_accumulation_steps: keep one")
         if self.disk_memory is not None and self.disk_path is None:
             raise ValueError("disk_memory needs disk_path")
         if self.trace_steps is not None and self.trace is None:

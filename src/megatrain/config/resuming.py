@@ -73,6 +73,7 @@ TOLD = frozenset(
         # The same rows a step, else another sum:
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
+        "tokens_per_step",
         "micro_batch_tokens",
         "attn_implementation",
         "expert_parts",

@@ -166,16 +166,17 @@ class PackedSampler:
     def _end(self, epoch: int) -> int:
         """Steps up to the end of an epoch; none up to the end of the one before the first."""
         while len(self._ends) <= epoch:
-            steps = math.ceil(self._num_rows(len(self._ends)) / self.rows_per_step)
+            steps = math.ceil(self.rows_in(len(self._ends)) / self.rows_per_step)
             self._ends.append((self._ends[-1] if self._ends else 0) + steps)
         return self._ends[epoch] if epoch >= 0 else 0
 
-    def _num_rows(self, epoch: int) -> int:
+    def rows_in(self, epoch: int) -> int:
+        """Rows of an epoch."""
         return len(self._rows_of(epoch)[1])
 
     def in_words(self) -> str:
         """One line for a person: what packing gains, in the first epoch."""
-        rows = self._num_rows(0)
+        rows = self.rows_in(0)
         filled = int(self._lengths[self._order(0)].sum()) / (rows * self.capacity)
         return (
             f"packed: {self.num_rows:,} samples in {rows:,} rows of up to"

@@ -72,6 +72,10 @@ class StepSampler:
         """The rows of a step, out of all rows."""
         return [rows[i] for i in self.row_indices(step)]
 
+    def rows_in(self, epoch: int) -> int:
+        """Rows of an epoch; of each the same."""
+        return self.num_rows
+
     def steps_in(self, epochs: float) -> int:
         """Steps that so many epochs take."""
         return math.ceil(epochs * self.steps_per_epoch)

@@ -163,7 +163,17 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
 
 def make_sampler(config: TrainConfig, data: RunData, model: BlockModel | None = None) -> Sampler:
     """The rows of each step, packed or one by one; no row is longer than a model has positions."""
-    rows_per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    if config.tokens_per_step is None:
+        return _sampler(config, data, model, rows_per_step=config.rows_per_step())
+    numbers = slice(None) if data.order is None else data.order(0)
+    rows = _sampler(config, data, model, rows_per_step=1).rows_in(0)
+    mean = float(data.train_lengths[numbers].sum()) / rows
+    return _sampler(config, data, model, rows_per_step=config.rows_per_step(mean))
+
+
+def _sampler(
+    config: TrainConfig, data: RunData, model: BlockModel | None, *, rows_per_step: int
+) -> Sampler:
     if not config.packing:
         return StepSampler(
             len(data.train_rows if data.order is None else data.order),

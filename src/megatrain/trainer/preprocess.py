@@ -42,8 +42,10 @@ def preprocess(config: TrainConfig, sample: int) -> Iterator[Table | Text | str]
     if len(data.parts) > 1:
         yield parts_table(data.parts)
     yield histogram(data.train_lengths, config.max_length)
-    if packed := make_sampler(config, data).in_words():
+    sampler = make_sampler(config, data)
+    if packed := sampler.in_words():
         yield packed
+    yield f"{sampler.steps_in(1)} steps an epoch, of {sampler.rows_per_step} rows"
     if not 0 <= sample < len(data.train_rows):
         raise UserError(
             asked=f"sample {sample}",

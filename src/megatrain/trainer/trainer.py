@@ -269,7 +269,8 @@ class Trainer:
             f"{self.model.num_params / 1e6:.1f}M parameters in {len(self.model.blocks)} blocks,"
             f" {run.compute_dtype} on {run.device.type}; {plan.in_words()}",
             f"{len(data.train_rows)} rows to train on, {len(data.eval_rows)} held out; files"
-            f" ({', '.join(data.formats)}): {data.stats.in_words()}; {run.total_steps} steps",
+            f" ({', '.join(data.formats)}): {data.stats.in_words()}; {run.total_steps} steps"
+            f" of {run.sampler.rows_per_step} rows",
             *data.stats.losses_in_words(),
             _mixture_in_words(data.parts) if data.order is not None else "",
             run.sampler.in_words(),

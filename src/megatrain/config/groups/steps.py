@@ -16,6 +16,12 @@ class StepKeys(Keys):
     gradient_accumulation_steps: int = Field(
         1, ge=1, description="A step has this many times per_device_train_batch_size rows."
     )
+    tokens_per_step: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a step, padding left out, instead of gradient_accumulation_steps:"
+        " every step takes as many rows as have that many by the mean of the data.",
+    )
     per_device_eval_batch_size: int = Field(
         8,
         ge=1,
@@ -25,6 +31,16 @@ class StepKeys(Keys):
     micro_batch_tokens: int | None = Field(
         None, ge=1, description="Padded tokens of one micro-batch; the step's rows stay the same."
     )
+
+    def rows_per_step(self, tokens_of_row: float = 1.0) -> int:
+        """Rows of an optimizer step.
+
+        Args:
+            tokens_of_row: the mean of all; for nothing but tokens_per_step.
+        """
+        if self.tokens_per_step is None:
+            return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        return max(1, round(self.tokens_per_step / tokens_of_row))
 
     @field_validator("max_steps")
     @classmethod
