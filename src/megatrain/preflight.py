@@ -40,9 +40,7 @@ def check_run(
     """
     if disk_path is not None:
         check_scratch(Path(disk_path))
-    check_model(model, gguf_file)
-    if tokenizer is not None:
-        _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
+    check_model(model, gguf_file, tokenizer=tokenizer)
     check_data(train, held_out)
     folder, _ = find_gguf(model, gguf_file)
     output = Path(output_dir)
@@ -79,12 +77,19 @@ def find_gguf(model: str, gguf_file: str | None = None) -> tuple[str, str | None
     return str(Path(model).parent), Path(model).name
 
 
-def check_model(model: str, gguf_file: str | None = None) -> None:
-    """Check that `model` is a model directory or a GGUF file, or can be the id of a model.
+def check_model(model: str, gguf_file: str | None = None, *, tokenizer: str | None = None) -> None:
+    """Check that `model` is a model directory or a GGUF file, or can be the id of a model; and
+    where another's tokenizer is to be used, that it can be there.
 
     Raises:
         UserError: if it is neither.
     """
+    _check_model(model, gguf_file)
+    if tokenizer is not None:
+        _check_source(f"tokenizer_name: {tokenizer}", tokenizer, "a tokenizer's files")
+
+
+def _check_model(model: str, gguf_file: str | None) -> None:
     asked, holds = f"model_name_or_path: {model}", "a Hugging Face model"
     folder, gguf_file = find_gguf(model, gguf_file)
     _check_source(asked, folder, holds)

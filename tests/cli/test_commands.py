@@ -122,7 +122,7 @@ def test_rows_longer_than_a_rotary_model_was_made_for_are_noted(workspace: Path)
 def test_a_compiled_run_says_so_and_learns_the_same(
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.trainer.prepare.COMPILE_BACKEND", "aot_eager")
+    monkeypatch.setattr("megatrain.trainer.model.COMPILE_BACKEND", "aot_eager")
     losses = {}
     for compiled in ("true", "false"):
         Path("c.yaml").write_text(yaml.safe_dump(GOOD | {"max_steps": 2, "max_length": 32}))

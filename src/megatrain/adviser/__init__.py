@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, host_rate
+from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training, host_rate
 from megatrain.adviser.experts import mixture_figures
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu
+from megatrain.models import BlockModel
 
-__all__ = ["plan_run_of"]
+__all__ = ["Training", "plan_run_of"]
 
 
 def plan_run_of(
@@ -34,6 +35,8 @@ def plan_run_of(
     disk_memory: int | None,
     disk_rate: int | None,
     offload: Mapping[str, Any],
+    training: Training,
+    blocks: BlockModel | None,
     tokens: float,
     as_json: bool,
     say: Callable[[str], None],
@@ -41,18 +44,15 @@ def plan_run_of(
     """Answer for one GPU, or compare all; whether it fits.
 
     Args:
-        model: directory or id.
+        model, blocks: directory or id; whole layers, or None for those of its config.
         rows, length, micro_rows: of a step, a row in tokens, a micro-batch; None to choose those.
-        max_grad_norm: 0 turns clipping off.
+        max_grad_norm, offload, training: see `Question`.
         gpu, gpu_memory: its name, or all, and bytes of it; None for the one in this machine.
         host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
         host_bandwidth: bytes a second; None to measure this host's updates.
         disk_memory: bytes of a disk for what the host has no room for; None: there is none.
         disk_rate: bytes a second, read and written at once; None: not known.
-        offload: what to put where.
-        tokens: of the whole run.
-        as_json: one JSON object instead of lines.
-        say: takes a line.
+        tokens, as_json, say: of the whole run; JSON instead of lines; takes a line.
 
     Raises:
         UserError: for a GPU or a model that is not known.
@@ -72,8 +72,9 @@ def plan_run_of(
         disk_memory=disk_memory,
         disk_bytes_per_s=disk_rate,
         offload=offload,
+        training=training,
     )
-    adviser = Adviser(model)
+    adviser = Adviser(model if blocks is None else blocks)
     adviser.offload(question)  # its mistakes are no want of memory
     if micro_rows is None:
         question = adviser.with_micro_rows(question)

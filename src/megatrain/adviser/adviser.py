@@ -1,12 +1,12 @@
 """Questions about runs of one model, and answers from its config alone."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
-from megatrain.engine.options import largest_shape
+from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.engine.rates import host_update_rate
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu
@@ -24,7 +24,7 @@ from megatrain.placing import (
     with_slots,
 )
 from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
-from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer
+from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer, state_bytes
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, in_stages, rates_of
 from megatrain.units import format_bytes
@@ -36,6 +36,26 @@ AS_FAST = 1.02
 their micro-batches the largest is taken."""
 SHORTEST_ROW = 256
 UNLIMITED = 2**60
+COMPILED = EngineOptions(compile_backend="inductor")
+
+
+def whole_state(model: BlockModel) -> int:
+    """Bytes of a checkpoint from which a run can go on."""
+    return state_bytes([block.layout for block in model.blocks])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a run trains, beside what a `Question` varies."""
+
+    engine: EngineOptions = COMPILED
+    """Its micro_batch_tokens go before a question's micro_rows."""
+    expert_parts: int | None = None
+    """Blocks of a layer's experts; None: as the GPU needs."""
+    checkpoint_memory: Callable[[BlockModel], int] = default_checkpoint_memory
+    """Bytes of the host for checkpoints on their way."""
+    checkpoint_bytes: Callable[[BlockModel], int] = whole_state
+    """Of a checkpoint on the disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +81,8 @@ class Question:
     """Read and written there, both at once; None: not known."""
     offload: Mapping[str, Any] = field(default_factory=dict)
     """See the config's key."""
+    training: Training = Training()
+    """What no change that is tried is about."""
 
     @property
     def device_memory(self) -> int:
@@ -70,12 +92,22 @@ class Question:
     @property
     def options(self) -> EngineOptions:
         """As the trainer would have them."""
-        return EngineOptions(
+        return replace(
+            self.training.engine,
             micro_batch_rows=self.micro_rows,
             max_grad_norm=self.max_grad_norm,
-            compile_backend="inductor",
             length_multiple=self.length,
         )
+
+    @property
+    def micro_tokens(self) -> int | None:
+        """Padded tokens of a micro-batch; None: micro_rows decide."""
+        return self.training.engine.micro_batch_tokens
+
+    def with_micro_tokens(self, tokens: int | None) -> "Question":
+        """The same in other micro-batches."""
+        engine = replace(self.training.engine, micro_batch_tokens=tokens)
+        return replace(self, training=replace(self.training, engine=engine))
 
     @property
     def tokens(self) -> int:
@@ -91,13 +123,14 @@ class Question:
 
 
 class Adviser:
-    """Answers questions about one model; its layers are counted once for each row length."""
+    """Answers questions about one model; its layers are counted once for each row length.
 
-    def __init__(self, model: str) -> None:
-        config = read_config(find_model(model).directory)
-        self.model: BlockModel = split_model(
-            build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16"
-        )
+    Args:
+        model: directory or id, or blocks of whole layers.
+    """
+
+    def __init__(self, model: str | BlockModel) -> None:
+        self.model = _blocks_of(model) if isinstance(model, str) else model
         self._works: dict[int, list[LayerWork]] = {}
         self._cut: dict[int, BlockModel] = {}
 
@@ -115,9 +148,14 @@ class Adviser:
 
     def model_flops(self, question: Question) -> float:
         """Of a step, forward and backward."""
-        layers = sum(w.product_flops + w.attention_flops for w in self.works(question.length))
-        head = 2 * self.model.hidden_size * self.model.vocab_size * question.tokens
-        return 3 * (question.rows * layers + head)
+        works = self.works(question.length)
+        parts = [question.rows * (work.product_flops + work.attention_flops) for work in works]
+        parts.append(2 * self.model.hidden_size * self.model.vocab_size * question.tokens)
+        trained = step_plan(self.model, question.options).trainable
+        lowest = trained.index(True)  # nothing below it is run backward
+        return sum(
+            flops * (1 + (block > lowest) + trained[block]) for block, flops in enumerate(parts, 1)
+        )
 
     def offload(self, question: Question) -> Offload:
         """What is asked for.
@@ -126,12 +164,14 @@ class Adviser:
             UserError: for what does not exist, or contradicts itself.
         """
         check_offload_of_parts(question.offload, self.placed(question))
-        plan = step_plan(self.model, EngineOptions(max_grad_norm=question.max_grad_norm))
+        plan = step_plan(self.model, question.options)
         has_disk = question.disk_memory is not None
         return read_offload(question.offload, plan, has_gpu=True, has_disk=has_disk)
 
     def parts(self, question: Question) -> int | None:
         """In how many blocks the experts of a layer would be streamed; None: with their layer."""
+        if question.training.expert_parts is not None:
+            return question.training.expert_parts
         limit = question.device_memory - DEVICE_RESERVE
         return parts_that_fit(self.model, question.options, limit=limit, cut=self.cut)
 
@@ -145,10 +185,13 @@ class Adviser:
         model = self.placed(question)
         budgets = Budgets(
             host=question.host_memory,
-            checkpoint=default_checkpoint_memory(model),
+            checkpoint=question.training.checkpoint_memory(model),
             offload=self.offload(question),
         )
-        options = with_slots(question.options, budgets)
+        options = with_tokens_of_a_step(
+            self.model, question.options, num_rows=question.rows, longest=question.length
+        )
+        options = with_slots(options, budgets)
         options = with_room_for_waiting(model, options, budgets)
         rows, length, num_micro = largest_shape(
             self.model, options, num_rows=question.rows, longest=question.length
@@ -162,6 +205,7 @@ class Adviser:
             hidden_size=self.model.hidden_size,
             vocab_size=self.model.vocab_size,
             chunk_tokens=options.chunk_tokens,
+            item_bytes=4 if self.model.compute_dtype == "float32" else 2,
         )
         if model.stages:
             footprint = in_stages(
@@ -182,11 +226,13 @@ class Adviser:
         Raises:
             UserError: if it does not fit.
         """
+        placed = self.placed(question)
         return answer(
             self.rule(question),
             tokens=question.tokens,
             model_flops=self.model_flops(question),
-            checkpoint_memory=default_checkpoint_memory(self.placed(question)),
+            checkpoint_memory=question.training.checkpoint_memory(placed),
+            checkpoint_bytes=question.training.checkpoint_bytes(placed),
             room=question.disk_room,
         )
 
@@ -278,9 +324,13 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
         yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
     if question.offload:
         yield iter([("without offload", replace(question, offload={}))])
-    yield (
-        (f"micro rows: {n}", replace(question, micro_rows=n)) for n in _halves(question.micro_rows)
-    )
+    if (tokens := question.micro_tokens) is not None:
+        yield ((f"micro_batch_tokens: {n}", question.with_micro_tokens(n)) for n in _halves(tokens))
+    else:
+        yield (
+            (f"micro rows: {n}", replace(question, micro_rows=n))
+            for n in _halves(question.micro_rows)
+        )
     yield (
         (f"rows: {n}", replace(question, rows=n, micro_rows=min(n, question.micro_rows)))
         for n in _halves(question.rows)
@@ -298,6 +348,12 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
         )
         for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes)
     )
+
+
+def _blocks_of(name: str) -> BlockModel:
+    config = read_config(find_model(name).directory)
+    built = build_on_meta(config, compute_dtype="bfloat16")
+    return split_model(built, compute_dtype="bfloat16")
 
 
 def _halves(number: int) -> Iterator[int]:

@@ -25,10 +25,13 @@ LANES = {
 def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[str]:
     """The answer for a person, in lines."""
     params = adviser.model.num_params
+    micro = f"of {question.micro_rows}"
+    if question.micro_tokens is not None:
+        micro = f"of up to {question.micro_tokens} tokens"
     yield (
         f"{question.model} on one {question.gpu.name}: {params / 1e9:.2f}B parameters,"
         f" {len(adviser.model.blocks)} blocks; {question.rows} rows of {question.length} tokens a"
-        f" step, micro-batches of {question.micro_rows}, max_grad_norm {question.max_grad_norm:g}"
+        f" step, micro-batches {micro}, max_grad_norm {question.max_grad_norm:g}"
     )
     if said := parts_in_words(adviser.placed(question)):
         yield said
@@ -119,6 +122,7 @@ def figures(question: Question, found: Answer | None) -> dict[str, Any]:
         "rows": question.rows,
         "length": question.length,
         "micro_rows": question.micro_rows,
+        "micro_batch_tokens": question.micro_tokens,
         "max_grad_norm": question.max_grad_norm,
         "gpu": question.gpu.name,
         "gpu_memory": question.gpu_memory,

@@ -11,13 +11,12 @@ import yaml
 from rich.console import Console
 
 from megatrain import __version__
-from megatrain.cli import reading
+from megatrain.cli import planning, reading
 from megatrain.cli.arguments import (
     Device,
     ExpertParts,
     GpuMemory,
     Offload,
-    parse_micro_rows,
     parse_offload,
     parse_size,
     with_option_names,
@@ -160,69 +159,6 @@ def _check_disk(path: str | None, memory: str | None) -> None:
 
 
 @app.command()
-def plan(
-    model: Annotated[str, typer.Argument(help="Directory with a config.json, or a model id.")],
-    rows: Annotated[int, typer.Option(min=1, help="Rows of an optimizer step.")] = 32,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a row.")] = 1024,
-    micro_rows: Annotated[
-        str, typer.Option(help="Rows of a micro-batch; auto: what suits this GPU best.")
-    ] = "16",
-    max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="Such as H100 or RTX 4090, or all; default: the one in this machine."),
-    ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Of the GPU, such as 24GiB.")] = None,
-    host_memory: Annotated[
-        str | None, typer.Option(help="Of the host; default: what is free here.")
-    ] = None,
-    host_bandwidth: Annotated[
-        str | None,
-        typer.Option(help="What the host's memory copies in a second, such as 100GB."),
-    ] = None,
-    disk_memory: Annotated[
-        str | None, typer.Option(help="Of a disk, for layers that the host has no room for.")
-    ] = None,
-    disk_rate: Annotated[
-        str | None,
-        typer.Option(help="What it reads and writes in a second, both at once, such as 3GB."),
-    ] = None,
-    offload: Offload = None,
-    tokens: Annotated[float, typer.Option(min=1, help="Of the whole run.")] = 1e9,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
-    """Say whether a model fits a machine, and how fast it would train there."""
-    check_model(model)
-    sizes = {
-        name: parse_size(name, text)
-        for name, text in (
-            ("gpu_memory", gpu_memory),
-            ("host_memory", host_memory),
-            ("host_bandwidth", host_bandwidth),
-            ("disk_memory", disk_memory),
-            ("disk_rate", disk_rate),
-        )
-    }
-    from megatrain.adviser import plan_run_of
-
-    fits = plan_run_of(
-        model,
-        rows=rows,
-        length=length,
-        micro_rows=parse_micro_rows(micro_rows),
-        max_grad_norm=max_grad_norm,
-        gpu=gpu,
-        offload=parse_offload(offload),
-        tokens=tokens,
-        as_json=as_json,
-        say=typer.echo,
-        **sizes,
-    )
-    if not fits:
-        raise typer.Exit(1)
-
-
-@app.command()
 def export(
     source: Annotated[str, typer.Argument(help="Checkpoint or model directory.")],
     target: Annotated[str, typer.Argument(help="Directory to make.")],
@@ -253,6 +189,7 @@ def export(
     typer.echo(f"{target}: {written}")
 
 
+app.command()(planning.plan)
 app.command("eval")(with_option_names(reading.evaluate))
 app.command("lm-eval")(with_option_names(reading.evaluate_on_tasks))
 app.command("generate")(with_option_names(reading.generate_text))

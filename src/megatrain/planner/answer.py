@@ -99,6 +99,7 @@ def answer(
     tokens: int,
     model_flops: float,
     checkpoint_memory: int,
+    checkpoint_bytes: int,
     room: DiskRoom | None = None,
 ) -> Answer:
     """Place, and simulate a step.
@@ -108,6 +109,7 @@ def answer(
         tokens: of a step.
         model_flops: of a step.
         checkpoint_memory: bytes of the host that the rule's budget leaves out.
+        checkpoint_bytes: of one on the disk.
         room: on a disk, for what the host cannot hold.
 
     Raises:
@@ -128,7 +130,7 @@ def answer(
         placement=placement,
         need=replace(need, host=need.host | {"checkpoint": checkpoint_memory}),
         lanes_busy=occupancy(rule.spans(placement)),
-        checkpoint_bytes=state_bytes(rule.layouts),
+        checkpoint_bytes=checkpoint_bytes,
         tokens=tokens,
         model_flops=model_flops,
         disk=disk,

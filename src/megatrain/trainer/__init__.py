@@ -1,6 +1,7 @@
 """A training run in the open: it wires the rooms and computes nothing itself."""
 
+from megatrain.trainer.planned import planned_run
 from megatrain.trainer.preprocess import preprocess
 from megatrain.trainer.trainer import Trainer
 
-__all__ = ["Trainer", "preprocess"]
+__all__ = ["Trainer", "planned_run", "preprocess"]

@@ -4,7 +4,6 @@ Promise: whatever of a config can be known to fail has failed by the end of `pre
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 
 from megatrain.checkpoint import Contents
 from megatrain.config import TrainConfig
-from megatrain.config.groups.run import LEAST_CHECKPOINT_MEMORY
 from megatrain.data import (
     ChosenRows,
     Corpus,
@@ -29,37 +27,32 @@ from megatrain.data import (
     StepSampler,
     TokenCache,
     default_cache_dir,
-    extend_tokenizer,
     find_sources,
     load_corpus,
-    load_tokenizer,
-    num_token_ids,
-    special_token_ids,
     split_rows,
 )
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import EngineOptions, choose_device, step_plan
-from megatrain.engine.options import AdamWOptions
 from megatrain.models import BlockModel
-from megatrain.models.hub import ModelFiles, find_model
-from megatrain.models.load import LoadedBlocks, load_blocks
-from megatrain.models.selection import Selection
-from megatrain.optim import learning_rate_schedule
+from megatrain.models.load import LoadedBlocks
 from megatrain.placing import (
     Budgets,
     check_offload_of_parts,
     check_options_and_memory,
-    default_checkpoint_memory,
     device_limit,
     parts_that_fit,
 )
 from megatrain.planner import read_offload
-from megatrain.preflight import find_gguf
-from megatrain.units import parse_bytes
+from megatrain.trainer.model import (
+    checkpoint_contents,
+    checkpoint_memory,
+    learning_rate_of,
+    load_run_model,
+    size,
+)
 
 LENGTH_BUCKETS = 4
 """Lengths to which rows are padded when layers are compiled, each for its length."""
-COMPILE_BACKEND = "inductor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,22 +113,14 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
         UserError: for the first thing that does not fit the rest.
     """
     device = choose_device(config.device)
-    compute_dtype: str = config.dtype
-    if config.dtype == "auto":
-        compute_dtype = "bfloat16" if device.type == "cuda" else "float32"
-    name, gguf_file = find_gguf(config.model_name_or_path, config.gguf_file)
-    files = find_model(
-        name, gguf_file=gguf_file, revision=config.model_revision, cache_dir=config.cache_dir
-    )
-    tokenizer = load_run_tokenizer(config, files)
-    blocks = _load_blocks(config, files, tokenizer, compute_dtype)
+    model = load_run_model(config, device)
+    tokenizer, options = model.tokenizer, model.options
     if fetch_weights and config.model_init == "pretrained":
-        files.fetch_weights()
-    options = _engine_options(config, device)
-    blocks = _in_parts(config, blocks, options, device)
-    contents = _contents(config, blocks.model)
-    memory = _checked_memory(config, blocks.model, options, device, writes=contents is not None)
-    _learning_rate(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
+        model.blocks.files.fetch_weights()
+    blocks = _in_parts(config, model.blocks, options, device)
+    contents = checkpoint_contents(config, blocks.model)
+    memory = _checked_memory(config, blocks.model, options, device)
+    learning_rate_of(config, total_steps=max(config.max_steps, 1))  # its name, before data is read
     data = load_data(config, tokenizer, blocks.model)
     sampler = make_sampler(config, data, blocks.model)
     total_steps = config.max_steps
@@ -146,7 +131,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
         longest = max(longest, sampler.longest)
     return PreparedRun(
         device=device,
-        compute_dtype=compute_dtype,
+        compute_dtype=blocks.model.compute_dtype,
         tokenizer=tokenizer,
         blocks=blocks,
         # Quarters of the longest row: at most four lengths to compile for.
@@ -157,7 +142,7 @@ def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedR
         data=data,
         sampler=sampler,
         total_steps=total_steps,
-        learning_rate=_learning_rate(config, total_steps=total_steps),
+        learning_rate=learning_rate_of(config, total_steps=total_steps),
     )
 
 
@@ -193,41 +178,11 @@ def _sampler(
     )
 
 
-def load_run_tokenizer(config: TrainConfig, files: ModelFiles) -> Tokenizer:
-    """The model's own, or another's; with the tokens that are to be added."""
-    if config.tokenizer_name is not None:
-        files = find_model(config.tokenizer_name, key="tokenizer_name", cache_dir=config.cache_dir)
-    tokenizer = load_tokenizer(
-        files.directory, chat_template=config.chat_template_path, gguf_file=files.gguf_file
-    )
-    extend_tokenizer(tokenizer, tokens=config.add_tokens, special_tokens=config.add_special_tokens)
-    return tokenizer
-
-
-def _load_blocks(
-    config: TrainConfig, files: ModelFiles, tokenizer: Tokenizer, compute_dtype: str
-) -> LoadedBlocks:
-    overrides = dict(config.config_overrides)
-    if config.attn_implementation is not None:
-        overrides["attn_implementation"] = config.attn_implementation
-    if config.model_init == "random" and config.tokenizer_name is not None:
-        overrides = special_token_ids(tokenizer) | overrides
-    return load_blocks(
-        files,
-        compute_dtype=compute_dtype,
-        selection=Selection(trainable=config.trainable, frozen=config.frozen),
-        overrides=overrides,
-        num_tokens=num_token_ids(tokenizer),
-        multiple_of=config.pad_vocab_to_multiple_of,
-        packing=config.packing,
-    )
-
-
 def _in_parts(
     config: TrainConfig, blocks: LoadedBlocks, options: EngineOptions, device: torch.device
 ) -> LoadedBlocks:
     """As asked for, or as a layer needs that is too large for the GPU."""
-    parts, limit = config.expert_parts, device_limit(device, _bytes(config.gpu_memory))
+    parts, limit = config.expert_parts, device_limit(device, size(config.gpu_memory))
     if parts is None and limit is not None:
         parts = parts_that_fit(blocks.model, options, limit=limit)
     blocks = blocks if parts is None else blocks.in_parts(parts)
@@ -235,41 +190,18 @@ def _in_parts(
     return blocks
 
 
-def _bytes(size: str | None) -> int | None:
-    return None if size is None else parse_bytes(size)
-
-
-def _contents(config: TrainConfig, model: BlockModel) -> Contents | None:
-    """Of a checkpoint, in the order in which training overwrites blocks."""
-    if config.save_strategy == "no" and config.save_on_signal is not True:
-        return None
-    order = range(len(model.whole.blocks))
-    return Contents.planned(
-        model,
-        max_shard_bytes=parse_bytes(config.max_shard_size),
-        order=order if config.max_grad_norm > 0 else order[::-1],
-        with_state=not config.save_only_model,
-    )
-
-
 def _checked_memory(
     config: TrainConfig,
     model: BlockModel,
     options: EngineOptions,
     device: torch.device,
-    *,
-    writes: bool,
 ) -> Budgets:
-    sizes = (config.gpu_memory, config.host_memory, config.checkpoint_memory, config.disk_memory)
-    gpu, host, checkpoint, disk = map(_bytes, sizes)
-    if checkpoint is None:
-        checkpoint = max(default_checkpoint_memory(model), LEAST_CHECKPOINT_MEMORY)
     budgets = Budgets(
-        gpu=gpu,
-        host=host,
-        checkpoint=checkpoint if writes else 0,
+        gpu=size(config.gpu_memory),
+        host=size(config.host_memory),
+        checkpoint=checkpoint_memory(config, model),
         disk_path=None if config.disk_path is None else Path(config.disk_path),
-        disk=disk,
+        disk=size(config.disk_memory),
         offload=read_offload(
             config.offload,
             step_plan(model, options),
@@ -333,38 +265,4 @@ def load_data(
         formats=rows.formats,
         files=files,
         notes=notes,
-    )
-
-
-def _learning_rate(config: TrainConfig, *, total_steps: int) -> Callable[[int], float]:
-    warmup = config.warmup_steps
-    return learning_rate_schedule(
-        config.lr_scheduler_type,
-        learning_rate=config.learning_rate,
-        warmup_steps=math.ceil(warmup * total_steps) if warmup < 1 else round(warmup),
-        total_steps=total_steps,
-        kwargs=config.lr_scheduler_kwargs,
-    )
-
-
-def _engine_options(config: TrainConfig, device: torch.device) -> EngineOptions:
-    compiles = config.torch_compile
-    if compiles is None:
-        compiles = device.type == "cuda"
-    return EngineOptions(
-        adamw=AdamWOptions(
-            beta1=config.adam_beta1,
-            beta2=config.adam_beta2,
-            eps=config.adam_epsilon,
-            weight_decay=config.weight_decay,
-        ),
-        max_grad_norm=config.max_grad_norm,
-        micro_batch_rows=config.per_device_train_batch_size,
-        micro_batch_tokens=config.micro_batch_tokens,
-        gradient_dtype=config.gradient_dtype,
-        always_with_graph=config.full_determinism,
-        seed=config.seed,
-        allow_nonfinite_blocks=config.allow_nonfinite_blocks,
-        compile_backend=COMPILE_BACKEND if compiles else None,
-        host_threads=None if device.type == "cuda" else os.cpu_count(),
     )

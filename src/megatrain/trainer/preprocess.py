@@ -14,7 +14,8 @@ from megatrain.data.tokenizer import Tokenizer
 from megatrain.errors import UserError
 from megatrain.models.hub import find_model
 from megatrain.preflight import find_gguf
-from megatrain.trainer.prepare import load_data, load_run_tokenizer, make_sampler
+from megatrain.trainer.model import load_run_tokenizer
+from megatrain.trainer.prepare import load_data, make_sampler
 
 BINS = 8
 SUPERVISED, REST = "bold green", "dim"
