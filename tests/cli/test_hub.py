@@ -108,8 +108,8 @@ def test_what_is_not_there_is_one_error_before_anything_is_read_or_allocated(
     def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError((arguments, options))
 
-    for name in ("load_corpus", "load_blocks", "load_tokenizer"):
-        monkeypatch.setattr(f"megatrain.trainer.prepare.{name}", never)
+    for name in ("prepare.load_corpus", "model.load_blocks", "model.load_tokenizer"):
+        monkeypatch.setattr(f"megatrain.trainer.{name}", never)
     values = GOOD | {"model_name_or_path": NAME, "cache_dir": str(cache)} | keys
     config, _ = make_config(values)
     with pytest.raises(UserError, match=message) as caught:
