@@ -70,6 +70,17 @@ def test_options_given_go_before_the_file(workspace: Path) -> None:
     assert "taken to have 64 tokens (max_length)" in shown.stderr
 
 
+def test_keys_of_the_file_can_be_overridden_as_for_train(workspace: Path) -> None:
+    typed = of_config({"per_device_train_batch_size": 8}, "max_length=32", "max_grad_norm=0")
+    assert typed == of_config(
+        {"per_device_train_batch_size": 8, "max_length": 32, "max_grad_norm": 0}
+    )
+    with pytest.raises(UserError, match=r"max_lenght.*did you mean 'max_length'"):
+        plan("planned.yaml", "max_lenght=32", *MACHINE)
+    with pytest.raises(UserError, match=r"max_length=32 beside the model models/base: no config"):
+        plan("models/base", "max_length=32", *MACHINE)
+
+
 def test_micro_batches_by_tokens_are_those_of_as_many_rows(workspace: Path) -> None:
     by_tokens = of_config({"micro_batch_tokens": 128})
     by_rows = of_config({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
-from megatrain.engine.options import largest_shape, with_tokens_of_a_step
+from megatrain.engine.options import largest_shape
 from megatrain.engine.rates import host_update_rate
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu
@@ -92,9 +92,11 @@ class Question:
     @property
     def options(self) -> EngineOptions:
         """As the trainer would have them."""
+        tokens = self.micro_tokens
         return replace(
             self.training.engine,
             micro_batch_rows=self.micro_rows,
+            micro_batch_tokens=None if tokens is None else min(tokens, self.tokens),
             max_grad_norm=self.max_grad_norm,
             length_multiple=self.length,
         )
@@ -104,8 +106,8 @@ class Question:
         """Padded tokens of a micro-batch; None: micro_rows decide."""
         return self.training.engine.micro_batch_tokens
 
-    def with_micro_tokens(self, tokens: int | None) -> "Question":
-        """The same in other micro-batches."""
+    def with_micro_tokens(self, tokens: int) -> "Question":
+        """The same in micro-batches of so many."""
         engine = replace(self.training.engine, micro_batch_tokens=tokens)
         return replace(self, training=replace(self.training, engine=engine))
 
@@ -180,6 +182,12 @@ class Adviser:
         parts = self.parts(question)
         return self.model if parts is None else self.cut(parts)
 
+    def micro_batches(self, question: Question) -> tuple[int, int, int]:
+        """(rows, tokens of a row, how many): none is larger, and no step has more of them."""
+        return largest_shape(
+            self.model, question.options, num_rows=question.rows, longest=question.length
+        )
+
     def rule(self, question: Question) -> PlacementRule:
         """How the run would be placed."""
         model = self.placed(question)
@@ -188,14 +196,9 @@ class Adviser:
             checkpoint=question.training.checkpoint_memory(model),
             offload=self.offload(question),
         )
-        options = with_tokens_of_a_step(
-            self.model, question.options, num_rows=question.rows, longest=question.length
-        )
-        options = with_slots(options, budgets)
+        options = with_slots(question.options, budgets)
         options = with_room_for_waiting(model, options, budgets)
-        rows, length, num_micro = largest_shape(
-            self.model, options, num_rows=question.rows, longest=question.length
-        )
+        rows, length, num_micro = self.micro_batches(question)
         rates = rates_of(question.gpu, update_params_per_s=question.update_params_per_s)
         footprint = estimate_footprint(
             self.works(question.length),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.adviser.adviser import Adviser, Question
-from megatrain.models.active import active_params, share_of_experts
+from megatrain.models.active import active_params, flops_per_token, share_of_experts
 from megatrain.planner.answer import Answer
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.schedule import Lane
@@ -43,12 +43,14 @@ class MixtureFigures:
 
 
 def mixture_figures(adviser: Adviser, question: Question, found: Answer) -> MixtureFigures | None:
-    """None for a model without experts, or if its config does not say how many a token uses."""
+    """None for a model without experts or with frozen parts, or if its config does not say how many
+    experts a token uses."""
     model, active = adviser.model, active_params(adviser.model)
-    if active is None or share_of_experts(model) is None:
+    if active is None or flops_per_token(model) is None or share_of_experts(model) is None:
         return None
     cost = adviser.rule(question).footprint
-    layers, micro_tokens = model.num_layers, question.micro_rows * question.length
+    rows, length, _ = adviser.micro_batches(question)
+    layers, micro_tokens = model.num_layers, rows * length
     update_s = model.num_params / question.update_params_per_s
     backward_s = layers * cost.backward_s + cost.loss_s
     resident = found.placement.resident

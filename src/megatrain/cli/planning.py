@@ -33,6 +33,10 @@ Source = Annotated[
         help="Directory with a config.json, or a model id; or the CONFIG.yaml of train.",
     ),
 ]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE...", help="Of a CONFIG.yaml, as train takes them."),
+]
 Rows = Annotated[int | None, typer.Option(min=1, help="Rows of an optimizer step; default: 32.")]
 Length = Annotated[int | None, typer.Option(min=2, help="Tokens of a row; default: 1024.")]
 MicroRows = Annotated[
@@ -56,6 +60,7 @@ DiskRate = Annotated[
 
 def plan(
     model: Source,
+    overrides: Overrides = None,
     rows: Rows = None,
     length: Length = None,
     micro_rows: MicroRows = None,
@@ -93,7 +98,10 @@ def plan(
     options = {name: value for name, value in given.items() if value is not None}
     if micro_rows is not None:
         options["micro_rows"] = parse_micro_rows(micro_rows)
-    asked = _of_config(model, options, gpu) if _is_config(model) else _of_model(model, options)
+    if _is_config(model):
+        asked = _of_config(model, overrides or [], options, gpu)
+    else:
+        asked = _of_model(model, overrides or [], options)
     from megatrain.adviser import plan_run_of
 
     fits = plan_run_of(
@@ -115,20 +123,28 @@ def _is_config(source: str) -> bool:
     return path.is_file() and path.suffix != ".gguf"
 
 
-def _of_model(model: str, given: dict[str, Any]) -> dict[str, Any]:
+def _of_model(model: str, overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
     check_model(model)
+    if overrides:
+        raise UserError(
+            asked=f"{overrides[0]} beside the model {model}",
+            found="no config, whose keys could be set",
+            change="give a CONFIG.yaml, or options such as --rows",
+        )
     from megatrain.adviser import Training
 
     return DEFAULTS | {"model": model, "training": Training()} | given
 
 
-def _of_config(path: str, given: dict[str, Any], gpu: str | None) -> dict[str, Any]:
+def _of_config(
+    path: str, overrides: list[str], given: dict[str, Any], gpu: str | None
+) -> dict[str, Any]:
     """What the file says, and over it what is given.
 
     Raises:
         UserError: as `train` has it.
     """
-    config, notices = read_config(path)
+    config, notices = read_config(path, overrides)
     _check_machine(config, given, gpu)
     from megatrain.adviser import Training
     from megatrain.trainer import planned_run
