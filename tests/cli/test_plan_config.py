@@ -81,6 +81,14 @@ def test_keys_of_the_file_can_be_overridden_as_for_train(workspace: Path) -> Non
         plan("models/base", "max_length=32", *MACHINE)
 
 
+def test_rows_of_a_step_by_its_tokens(workspace: Path) -> None:
+    keys = {"tokens_per_step": 1024}
+    assert of_config(keys)["rows"] == 16
+    assert "tokens_per_step is 16 rows of 64 tokens" in plan("planned.yaml", *MACHINE).stderr
+    assert of_config(keys, "--length", 32)["rows"] == 32
+    assert of_config(keys, "--rows", 4)["rows"] == 4
+
+
 def test_micro_batches_by_tokens_are_those_of_as_many_rows(workspace: Path) -> None:
     by_tokens = of_config({"micro_batch_tokens": 128})
     by_rows = of_config({"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})

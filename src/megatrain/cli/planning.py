@@ -156,7 +156,7 @@ def _of_config(
     asked: dict[str, Any] = {
         "model": config.model_name_or_path,
         "blocks": run.model,
-        "rows": run.rows,
+        "rows": config.rows_per_step(given.get("length", run.length)),
         "length": run.length,
         "micro_rows": config.per_device_train_batch_size,
         "max_grad_norm": config.max_grad_norm,
@@ -201,6 +201,8 @@ def _notes(config: TrainConfig, asked: dict[str, Any], given: dict[str, Any]) ->
             f"every row is taken to have {length} tokens (max_length), the most it can have;"
             " --length says what yours have"
         )
+        if config.tokens_per_step is not None and "rows" not in given:
+            yield f"tokens_per_step is {asked['rows']} rows of {length} tokens; of shorter ones more"
     if "tokens" not in given and config.max_steps <= 0:
         yield "how many tokens num_train_epochs has is not known without the data; see --tokens"
     if config.dtype == "float32":

@@ -31,11 +31,6 @@ class PlannedRun:
     """On a GPU."""
 
     @property
-    def rows(self) -> int:
-        """Of a step."""
-        return self.config.per_device_train_batch_size * self.config.gradient_accumulation_steps
-
-    @property
     def length(self) -> int:
         """Tokens of a row, at most."""
         positions = self.model.learned_positions
