@@ -202,7 +202,7 @@ def _notes(config: TrainConfig, asked: dict[str, Any], given: dict[str, Any]) ->
             " --length says what yours have"
         )
         if config.tokens_per_step is not None and "rows" not in given:
-            yield f"tokens_per_step is {asked['rows']} rows of {length} tokens; of shorter ones more"
+            yield f"tokens_per_step is {asked['rows']} rows of {length} tokens; or more shorter"
     if "tokens" not in given and config.max_steps <= 0:
         yield "how many tokens num_train_epochs has is not known without the data; see --tokens"
     if config.dtype == "float32":
