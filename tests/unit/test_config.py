@@ -1,6 +1,7 @@
 """Keys are strict, synonyms are said, mistakes are one clear line, no foreign key is unknown."""
 
 import dataclasses
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ SFT_CONFIG = """
     activation_offloading assistant_only_loss chat_template_path completion_only_loss dataset_kwargs
     dataset_num_proc dataset_text_field eos_token eval_packing learning_rate loss_type max_length
     model_init_kwargs packing packing_strategy pad_to_multiple_of pad_token padding_free
-    shuffle_dataset truncation_mode
+    router_aux_loss_coef shuffle_dataset trackio_space_id truncation_mode trust_remote_code
 """.split()  # noqa: SIM905  a list of twenty strings is harder to compare
 MODEL_CONFIG = {
     "model_name_or_path",
@@ -49,6 +50,10 @@ def training_arguments() -> dict[str, Any]:
         ({"max_length": "long"}, "max_length: .*found 'long'"),
         ({"max_length": True}, "max_length: "),
         ({"max_length": 10.5}, "max_length: "),
+        ({"max_length": None}, "max_length: .*give one"),
+        ({"save_strategy": "best"}, "save_strategy: use load_best_model_at_end"),
+        ({"train_on_inputs": True}, "train_on_inputs.*completion_only_loss: false"),
+        ({"use_wandb": True}, r"use_wandb.*report_to: \[wandb\]"),
         ({"seed": None}, "seed: "),
         ({"per_device_train_batch_size": 0}, "greater than or equal to 1"),
         ({"dtype": "float16"}, "dtype: "),
@@ -272,6 +277,14 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_every_key_of_transformers_and_trl_has_one_verdict(key: str) -> None:
     verdicts = [key in table for table in (TrainConfig.model_fields, MET, REFUSED, SYNONYMS)]
     assert verdicts.count(True) == 1
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs the package trl")
+def test_the_keys_of_trl_are_those_of_the_installed_one() -> None:
+    from trl import SFTConfig
+
+    own = {field.name for field in dataclasses.fields(SFTConfig)} - {*training_arguments()}
+    assert own <= {*SFT_CONFIG}
 
 
 @pytest.mark.parametrize("key", sorted(training_arguments()))

@@ -42,6 +42,7 @@ def evaluate(
     completion_column: Annotated[
         str, typer.Option(help="Column of the completion.")
     ] = "completion",
+    dataset_text_field: Annotated[str, typer.Option(help="Column of a text.")] = "text",
     completion_only_loss: Annotated[bool, typer.Option(help="Leave the prompt out.")] = True,
     assistant_only_loss: Annotated[
         bool, typer.Option(help="Take the assistant's turns only.")
@@ -63,6 +64,7 @@ def evaluate(
         format=dataset_format,
         prompt_column=prompt_column,
         completion_column=completion_column,
+        text_column=dataset_text_field,
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )

@@ -136,7 +136,6 @@ _met(
     None,
 )
 _met("loss_type", "the loss is cross-entropy in chunks of tokens", "nll", "chunked_nll", None)
-_met("dataset_text_field", "text is read from the column of that name", "text")
 _met("stage", "dataset_format says what the rows are", "sft", "pt")
 _met("finetuning_type", "trainable and frozen say what is trained", "full", "freeze")
 _met("ddp_timeout", "there is one process")
@@ -164,6 +163,25 @@ _refused(
     0.0,
 )
 _refused("neftune_noise_alpha", "not supported")
+_refused(
+    "router_aux_loss_coef",
+    "auxiliary losses of routers are not computed; null is taken as 0, whatever the model's config"
+    " declares",
+    0,
+    0.0,
+)
+_refused(
+    "train_on_inputs train_on_prompt",
+    "completion_only_loss: false and assistant_only_loss: false train on everything",
+)
+_refused("mask_history", "weight: 0 in a message leaves it out")
+_refused(
+    "use_wandb wandb_project wandb_entity wandb_name", "use report_to: [wandb], and run_name", ""
+)
+_refused("swanlab_project use_swanlab", "use report_to", "")
+_met(
+    "plot_loss", "a picture of the losses is drawn at the end, if matplotlib is there", True, False
+)
 _refused("torch_compile_backend torch_compile_mode", "inductor in its default mode is what is used")
 _refused("liger_kernel_config", "liger-kernel is not used")
 _refused("torch_empty_cache_steps", "device buffers are allocated once")

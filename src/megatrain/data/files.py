@@ -44,6 +44,8 @@ class Record:
     begins: bool = True
     """Not so if it is a later piece of a long text; and likewise:"""
     ends: bool = True
+    plain: bool = False
+    """Of a .txt file, which has no columns: its text is under `text`."""
 
 
 def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -142,7 +144,7 @@ def _text(stream: BinaryIO, file: Path) -> Iterator[Record]:
     line = 1
     for number, (piece, last) in enumerate(text_pieces(text_chunks(stream, file))):
         place = f"{file}:{line}" if number or not last else str(file)
-        yield Record(value={"text": piece}, place=place, begins=not number, ends=last)
+        yield Record(value={"text": piece}, place=place, begins=not number, ends=last, plain=True)
         line += piece.count("\n")
 
 

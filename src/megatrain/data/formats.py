@@ -45,6 +45,7 @@ class DataOptions:
     """auto, or one of `FORMATS`."""
     prompt_column: str = "prompt"
     completion_column: str = "completion"
+    text_column: str = "text"
     completion_only_loss: bool | None = None
     """Leave the prompt unsupervised; None is, as in TRL, true for prompt/completion.  Texts and
     messages have no prompt."""
@@ -93,16 +94,20 @@ def check_options(options: DataOptions) -> None:
         )
 
 
-def columns_of(options: DataOptions) -> dict[str, set[str]]:
-    """The columns that a record of each format has, the richest format first."""
+def columns_of(record: Record, options: DataOptions) -> dict[str, set[str]]:
+    """The columns that such a record has in each format, the richest format first."""
     return {
         "messages": {"messages"},
         "sharegpt": {"conversations"},
         "prompt_completion": {options.prompt_column, options.completion_column},
         "alpaca": set(ALPACA_COLUMNS),
         "tokens": {"input_ids"},
-        "text": {"text"},
+        "text": {_text_column(record, options)},
     }
+
+
+def _text_column(record: Record, options: DataOptions) -> str:
+    return "text" if record.plain else options.text_column
 
 
 def check_same_format(record: Record, chosen: str, options: DataOptions) -> None:
@@ -111,7 +116,7 @@ def check_same_format(record: Record, chosen: str, options: DataOptions) -> None
     Raises:
         UserError: naming both formats.  A column that is merely missing is told by `record_rows`.
     """
-    wanted, columns = columns_of(options), set(record.value)
+    wanted, columns = columns_of(record, options), set(record.value)
     other = next((name for name, needed in wanted.items() if needed <= columns), None)
     if other is not None and not wanted[chosen] <= columns:
         raise UserError(
@@ -129,7 +134,7 @@ def detect_format(record: Record, options: DataOptions) -> str:
         UserError: naming the record's columns and the nearest wanted one.
     """
     columns = set(record.value)
-    wanted = columns_of(options)
+    wanted = columns_of(record, options)
     found = next((name for name, needed in wanted.items() if needed <= columns), None)
     # In LLaMA-Factory's data a conversation beside them is their prompt; messages are a sample.
     if columns >= PREFERENCE and found in (None, "sharegpt"):
@@ -148,7 +153,8 @@ def detect_format(record: Record, options: DataOptions) -> str:
     raise UserError(
         asked=f"detect the format of {record.place}",
         found=f"the columns {', '.join(sorted(columns)) or 'none'}",
-        change=f"{hint}set prompt_column and completion_column to the columns to train on",
+        change=f"{hint}set dataset_text_field, or prompt_column and completion_column, to the"
+        " columns to train on",
     )
 
 
@@ -178,7 +184,7 @@ def record_rows(
     else:
         yield from document_rows(
             tokenizer,
-            _column(record, "text", str),
+            _column(record, _text_column(record, options), str),
             max_length=options.max_length,
             end_of_sequence=options.text_end_of_sequence,
             begins=record.begins,

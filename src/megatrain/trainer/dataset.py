@@ -22,20 +22,36 @@ from megatrain.errors import UserError
 from megatrain.preflight import check_output, claim_output, find_gguf
 
 FOLDER = "records"
+ON_THIS_MACHINE = ("use_cpu", "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval")
+"""What transformers checks against the hardware when arguments are made."""
+OF_THEIR_TRAINERS = {
+    "processing_class": "the model's own tokenizer is used; tokenizer_name names another",
+    "tokenizer": "the model's own is used; tokenizer_name names another",
+    "data_collator": "rows are padded here; input_ids and labels of your own are a format",
+    "formatting_func": "format the rows before you give them",
+    "compute_metrics": "evaluation takes the loss; on_evaluate of a callback sees it",
+    "compute_loss_func": "give loss=, of hidden states and head",
+    "preprocess_logits_for_metrics": "evaluation takes the loss; logits are never whole",
+    "optimizers": "the optimizer is AdamW with fp32 state; adam_ and lr_scheduler keys set it",
+    "optimizer_cls_and_kwargs": "the optimizer is AdamW with fp32 state, set by the adam_ keys",
+    "peft_config": "all parameters are trained; trainable and frozen say which",
+    "quantization_config": "training is at full precision",
+}
+"""Arguments of transformers' Trainer and TRL's SFTTrainer, and what is here instead."""
 Records = Iterable[Mapping[str, Any]]
 
 
 def config_of(
-    model: str | Path,
+    model: TrainConfig | str | Path,
     args: Any,
-    train_dataset: Records,
+    train_dataset: Records | None,
     eval_dataset: Records | None,
     keys: Mapping[str, Any],
 ) -> tuple[TrainConfig, list[str]]:
     """A config whose files are these rows, and notices about its keys.
 
     Args:
-        model: directory or id.
+        model: directory or id; or a config, which says everything.
         args: TrainingArguments, a class derived from it such as TRL's SFTConfig, a mapping of keys,
             or None.
         train_dataset: rows as dictionaries.
@@ -45,13 +61,21 @@ def config_of(
     Raises:
         UserError: for a key or a row that makes no sense.
     """
+    if isinstance(model, TrainConfig):
+        if args is not None or train_dataset is not None or eval_dataset is not None or keys:
+            raise UserError(
+                asked="a TrainConfig, and arguments or rows beside it",
+                found="two places for the same things",
+                change="put all of it into the config, or give the model's directory first",
+            )
+        return model, []
     if not isinstance(model, str | Path):
         raise UserError(
             asked=f"a {type(model).__name__} as the model",
             found="a model that is in memory already",
-            change="give its directory or its id: blocks are read one by one",
+            change="give its directory or its id: blocks are read one by one; or a TrainConfig",
         )
-    named = _keys_of(args) | dict(keys) | {"model_name_or_path": str(model)}
+    named = _keys_of(args) | _known(keys) | {"model_name_or_path": str(model)}
     for name in ("train_files", "eval_files"):
         if name in named:
             raise UserError(asked=name, found="rows that are given too", change="give one of them")
@@ -70,9 +94,21 @@ def config_of(
     return make_config(named | _files(str(train), held_out))
 
 
-def _some(records: Records, name: str) -> Records:
+def _known(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what other trainers take and nobody gave."""
+    for name, value in keys.items():
+        if name in OF_THEIR_TRAINERS and value is not None:
+            raise UserError(
+                asked=f"Trainer(..., {name}=...)",
+                found="no such argument here",
+                change=OF_THEIR_TRAINERS[name],
+            )
+    return {name: value for name, value in keys.items() if name not in OF_THEIR_TRAINERS}
+
+
+def _some(records: Records | None, name: str) -> Records:
     """The same rows, of which there is at least one."""
-    rows = iter(records)
+    rows = iter(() if records is None else records)
     for first in rows:
         return chain([first], rows)
     raise UserError(asked=name, found="no row in it", change="give at least one")
@@ -93,14 +129,17 @@ def _keys_of(args: Any) -> dict[str, Any]:
             change="give transformers' TrainingArguments, TRL's SFTConfig, or a dictionary",
         )
     kind: Any = type(args)
-    default = kind(output_dir=args.output_dir)
+    checked = {name: getattr(args, name) for name in ON_THIS_MACHINE if name in vars(args)}
+    default = kind(output_dir=args.output_dir, **checked)
     found = {}
     for field in dataclasses.fields(args):
-        value, usual = getattr(args, field.name), getattr(default, field.name)
+        value = getattr(args, field.name)
+        usual = field.default if field.name in checked else getattr(default, field.name)
         honoured = field.name in TrainConfig.model_fields
-        if value is None or (not honoured and value == usual):
+        if value == usual and (value is None or not honoured):
             continue
         found[field.name] = value.value if isinstance(value, Enum) else value
+    found.pop("bf16", None)  # TRL sets it by itself, and dtype decides here
     if found.get("torch_compile") is False:
         del found["torch_compile"]  # their default; layers are compiled one by one here
     return found

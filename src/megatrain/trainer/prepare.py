@@ -222,6 +222,7 @@ def load_data(
         format=config.dataset_format,
         prompt_column=config.prompt_column,
         completion_column=config.completion_column,
+        text_column=config.dataset_text_field,
         excess_length_strategy=config.excess_length_strategy,
         completion_only_loss=config.completion_only_loss,
         assistant_only_loss=config.assistant_only_loss,

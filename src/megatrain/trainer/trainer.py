@@ -46,14 +46,19 @@ from megatrain.trainer.signals import Requests
 
 
 class Trainer:
-    """Trains a model as a config says.
+    """Trains a model: `Trainer(config)`, or, as in TRL, `Trainer(model, args, train_dataset)`.
 
     Args:
-        config: see `TrainConfig`.
+        model: a `TrainConfig`, which says everything; or the directory or id of a model.
+        args: transformers' TrainingArguments, TRL's SFTConfig, a mapping of keys, or None.
+        train_dataset: dictionaries, of any format that files may have: a list of them, a
+            datasets.Dataset, any iterable.
+        eval_dataset: the same, held out.
         callbacks: of transformers, objects or classes; see docs/monitoring.md.
         loss: a loss of your own; see `megatrain.engine.loss.Loss`.
         quiet: print nothing.
         disk: where checkpoints go; the real one by default.
+        keys: of the config, over those in args.
 
     Raises:
         UserError: for anything that can be known to fail, before memory is allocated.
@@ -61,15 +66,18 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        model: TrainConfig | str | Path,
+        args: Any = None,
+        train_dataset: Records | None = None,
+        eval_dataset: Records | None = None,
         *,
         callbacks: Sequence[Callback] = (),
         loss: Loss = cross_entropy,
         quiet: bool = False,
         disk: Disk | None = None,
+        **keys: Any,
     ) -> None:
-        if not isinstance(config, TrainConfig):
-            raise TypeError(f"config is a {type(config).__name__}: make it with TrainConfig(...)")
+        config, notices = config_of(model, args, train_dataset, eval_dataset, keys)
         given = check_callbacks(callbacks)
         check_run(**config.paths())
         check_installed(config.report_to)
@@ -77,7 +85,7 @@ class Trainer:
         resumes = may_resume(config)
         self.run = run = prepare_run(config, fetch_weights=not resumes)
         self.model, self.tokenizer = run.blocks.model, run.tokenizer
-        self.notes: list[str] = [*run.data.notes]
+        self.notes: list[str] = [*notices, *run.data.notes]
         self.output = OutputDirectory(Path(config.output_dir).resolve(), disk or Disk())
         if config.trace is not None:
             claim_file("trace", Path(config.trace))
@@ -90,39 +98,6 @@ class Trainer:
             given, config=config, run=run, progress=self.progress, output=self.output.path
         )
         self.callbacks.fire("on_init_end")
-
-    @classmethod
-    def from_dataset(
-        cls,
-        model: str | Path,
-        args: Any,
-        train_dataset: Records,
-        eval_dataset: Records | None = None,
-        *,
-        callbacks: Sequence[Callback] = (),
-        loss: Loss = cross_entropy,
-        quiet: bool = False,
-        **keys: Any,
-    ) -> "Trainer":
-        """A trainer of rows that are in memory, in any of the formats that files may have.
-
-        Args:
-            model: directory or id.
-            args: transformers' TrainingArguments, TRL's SFTConfig, a mapping of keys, or None.
-            train_dataset: dictionaries: a list of them, a datasets.Dataset, any iterable.
-            eval_dataset: the same, held out.
-            callbacks: of transformers.
-            loss: see the class.
-            quiet: print nothing.
-            keys: of the config, over those in args.
-
-        Raises:
-            UserError: as for the class; for a key that is not honoured; for a row that is none.
-        """
-        config, notices = config_of(model, args, train_dataset, eval_dataset, keys)
-        made = cls(config, callbacks=callbacks, loss=loss, quiet=quiet)
-        made.notes[:0] = notices
-        return made
 
     def add_callback(self, callback: Callback) -> None:
         """One more, as in transformers' Trainer."""

@@ -57,6 +57,9 @@ class DataKeys(Keys):
     )
     prompt_column: str = Field("prompt", description="Column that holds the prompt.")
     completion_column: str = Field("completion", description="Column that holds the completion.")
+    dataset_text_field: str = Field(
+        "text", description="Column that holds the text; .txt files have no columns."
+    )
     completion_only_loss: bool = Field(True, description="Do not train on the prompt.")
     assistant_only_loss: bool = Field(
         True, description="Train on the assistant's turns only (TRL's default is false)."
@@ -95,6 +98,13 @@ class DataKeys(Keys):
     def _split_is_a_count_or_a_share(cls, value: float) -> float:
         return check_count_or_share(value)
 
+    @field_validator("max_length", mode="before")
+    @classmethod
+    def _is_a_length(cls, value: object) -> object:
+        if value is None:
+            raise ValueError("rows have a longest length here, without which TRL can do: give one")
+        return value
+
     @field_validator("chat_template_path")
     @classmethod
     def _is_a_template_file(cls, value: str | None) -> str | None:
@@ -123,7 +133,12 @@ class DataKeys(Keys):
             for name, info in DataKeys.model_fields.items()
             if getattr(self, name) != info.get_default(call_default_factory=True)
         }
-        said = changed & {"dataset_format", "prompt_column", "completion_column"}
+        said = changed & {
+            "dataset_format",
+            "prompt_column",
+            "completion_column",
+            "dataset_text_field",
+        }
         if self.dataset and said:
             raise ValueError(f"{min(said)} is what dataset_info.json says of a dataset: remove it")
         if self.dataset_name is None:

@@ -97,6 +97,13 @@ class RunKeys(Keys):
     def _is_a_size(cls, value: str | None) -> str | None:
         return check_size(value)
 
+    @field_validator("save_strategy", mode="before")
+    @classmethod
+    def _names_no_choice_of_checkpoints(cls, value: object) -> object:
+        if value == "best":
+            raise ValueError("use load_best_model_at_end: true, which keeps the best checkpoint")
+        return value
+
     @field_validator("checkpoint_memory")
     @classmethod
     def _holds_a_few_buffers(cls, value: str | None) -> str | None:
