@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from megatrain.cli import app
 from megatrain.errors import UserError
+from tests.checkpoint.runs import train
 
 TASKS: dict[str, dict[str, Any]] = {
     "sums": {
@@ -63,6 +64,15 @@ def task_folder(workspace: Path) -> str:
     return str(folder)
 
 
+@pytest.fixture
+def trained(workspace: Path) -> tuple[str, str]:
+    """(a checkpoint, the directory that was exported from it)."""
+    train(max_steps=2, save_steps=2)
+    result = CliRunner().invoke(app, ["export", "out/checkpoint-2", "exported"])
+    assert result.exit_code == 0, result.exception
+    return "out/checkpoint-2", "exported"
+
+
 def answers(samples: list[dict[str, Any]]) -> list[list[Any]]:
     """What the model said to every request, by sample; numbers and texts apart."""
     return [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
@@ -77,18 +87,20 @@ def flat(value: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("default")
-def test_scores_and_log_likelihoods_are_those_of_lm_eval(workspace: Path, task_folder: str) -> None:
+def test_a_checkpoint_scores_as_lm_eval_says_of_what_is_exported_from_it(
+    trained: tuple[str, str], task_folder: str
+) -> None:
     lm_eval = pytest.importorskip("lm_eval", exc_type=ImportError)
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
     options = ["--tasks", ",".join(TASKS), "--include-path", task_folder, "--max-length", "96"]
     keep = ["--output", "scores.json", "--log-samples", "--batch-size", "3", "--device", "cpu"]
-    result = CliRunner().invoke(app, ["lm-eval", "models/base", *options, *keep])
+    result = CliRunner().invoke(app, ["lm-eval", trained[0], *options, *keep])
     assert result.exit_code == 0, result.exception
     ours = json.loads(Path("scores.json").read_text())
     reference = HFLM(
-        pretrained="models/base", device="cpu", dtype="float32", batch_size=3, max_length=96
+        pretrained=trained[1], device="cpu", dtype="float32", batch_size=3, max_length=96
     )
     expected = lm_eval.simple_evaluate(
         model=reference,

@@ -120,7 +120,7 @@ def _is_config(source: str) -> bool:
     path = Path(source)
     if path.suffix in (".yaml", ".yml"):
         return not path.is_dir()
-    return path.is_file() and path.suffix != ".gguf"
+    return path.is_file() and path.suffix not in (".gguf", ".json")  # for check_model to refuse
 
 
 def _of_model(model: str, overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _notes(config: TrainConfig, asked: dict[str, Any], given: dict[str, Any]) ->
             " --length says what yours have"
         )
         if config.tokens_per_step is not None and "rows" not in given:
-            yield f"tokens_per_step is {asked['rows']} rows of {length} tokens; or more shorter"
+            yield f"tokens_per_step is {asked['rows']} rows of {length} tokens; shorter, more"
     if "tokens" not in given and config.max_steps <= 0:
         yield "how many tokens num_train_epochs has is not known without the data; see --tokens"
     if config.dtype == "float32":
