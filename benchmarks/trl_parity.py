@@ -12,8 +12,8 @@ One mapping of options goes to both, fp32 on the CPU, rows in the order of the f
 - one step of 16 rows as 16x1 and as 2x8, in both: rows differ in length, so a mean of means shows.
 
 With `--packing` the first 16 problems are packed into rows of 512 tokens (TRL's padding-free
-best-fit), all of them in each of six steps (the first changes nothing: warm-up begins at 0), because
-the order of packed rows is not the same.
+best-fit), all of them in each of six steps (the first changes nothing: warm-up begins at 0),
+because the order of packed rows is not the same.
 
 Appends one JSON line to benchmarks/results/trl_parity.jsonl.
 """

@@ -251,3 +251,14 @@ def test_no_language_model_is_refused(kind: str, says: str, tmp_path: Path) -> N
     with pytest.raises(UserError, match=says) as refused:
         plan(tmp_path, "--gpu", "H100")
     assert "\n" not in str(refused.value)
+
+
+def test_a_gguf_file_is_planned_by_its_header(workspace: Path) -> None:
+    Path("run.yaml").write_text(
+        "{model_name_or_path: models/base.gguf, train_files: [data/train.jsonl], output_dir: out}"
+    )
+    here = ("--gpu", "H100", "--host-memory", "64GiB", "--rows", "8", "--micro-rows", "8", "--json")
+    of_file, of_config = (
+        json.loads(plan(name, *here).stdout) for name in ("models/base.gguf", "run.yaml")
+    )
+    assert of_file["bytes"]["host"]["exp_avg"] == of_config["bytes"]["host"]["exp_avg"]

@@ -27,6 +27,7 @@ from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer, state_bytes
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, in_stages, rates_of
+from megatrain.preflight import find_gguf
 from megatrain.units import format_bytes
 
 BETTER = 1.05
@@ -354,7 +355,9 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
 
 
 def _blocks_of(name: str) -> BlockModel:
-    config = read_config(find_model(name).directory)
+    folder, gguf_file = find_gguf(name)
+    files = find_model(folder, gguf_file=gguf_file)
+    config = read_config(files.directory, gguf_file=files.gguf_file)
     built = build_on_meta(config, compute_dtype="bfloat16")
     return split_model(built, compute_dtype="bfloat16")
 
