@@ -44,13 +44,30 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the resolved config, then stop.")
     ] = False,
+    recipe: Annotated[
+        bool,
+        typer.Option("--recipe", help="Print hyperparameters known for such a run, then stop."),
+    ] = False,
 ) -> None:
     """Train as CONFIG.yaml says; any key can be overridden: --key value, or key=value."""
     config, notices = read_config(config_path, context.args)
     for notice in notices:
         typer.echo(f"note: {notice}", err=True)
+    if print_config and recipe:
+        raise UserError(
+            asked="--print-config and --recipe",
+            found="two things to print, each instead of training",
+            change="give one of them",
+        )
     if print_config:
         typer.echo(yaml.safe_dump(config.model_dump(), sort_keys=False), nl=False)
+        return
+    if recipe:
+        check_model(config.model_name_or_path, config.gguf_file)
+        from megatrain.trainer import advise
+
+        for line in advise(config):
+            typer.echo(line)
         return
     # Before torch is imported, so that a mistyped path is told at once.
     check_run(**config.paths())

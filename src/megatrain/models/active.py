@@ -6,6 +6,8 @@ Of a mixture's experts these are the ones that it is sent to.  What is not known
 import re
 from collections import defaultdict
 
+from transformers import PreTrainedModel
+
 from megatrain.models.blocks import BlockKind, BlockModel
 from megatrain.models.build import text_config
 
@@ -48,6 +50,13 @@ def active_params(model: BlockModel) -> int | None:
     return dense + sum(
         numel * min(chosen, counts[group]) // counts[group] for group, numel in of_experts.items()
     )
+
+
+def params_without_embeddings(hf_model: PreTrainedModel) -> int:
+    """N of scaling laws: all parameters but the embedding and output matrices."""
+    matrices = (hf_model.get_input_embeddings(), hf_model.get_output_embeddings())
+    left_out = {id(matrix.weight) for matrix in matrices if matrix is not None}
+    return sum(param.numel() for param in hf_model.parameters() if id(param) not in left_out)
 
 
 def share_of_experts(model: BlockModel) -> float | None:
