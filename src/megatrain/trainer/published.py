@@ -73,7 +73,7 @@ STEP_LAW = "Li et al., arXiv:2503.04715"
 STEP_LAW_PARAMS, STEP_LAW_TOKENS = (59e6, 1e9), (2e9, 100e9)
 """Of the runs that it was fitted to and tested with."""
 DEEPSEEK_COMPUTE = (1e17, 6 * 67e9 * 2e12)
-"""FLOPs: from where it was fitted to 67B parameters on 2T tokens, up to where its authors used it."""
+"""FLOPs: from where it was fitted to where its authors used it, 67B parameters on 2T tokens."""
 
 
 def step_law(params: float, tokens: float) -> PublishedRun | None:
