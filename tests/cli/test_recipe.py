@@ -54,9 +54,12 @@ def test_it_prints_yaml_that_can_be_pasted_and_leaves_nothing(workspace: Path) -
         ({"model_init": "random"}, "Their rates differ by a factor of"),
         ({"model_init": "random", "max_steps": 9}, "72K tokens, as many as max_steps has"),
         ({"model_init": "random", "max_steps": 9, "max_length": 1000}, "is of 59M to 1B"),
-        ({"train_files": ["data/text"]}, "Nothing is known here for this size: the nearest"),
-        ({"model_name_or_path": "models/base"}, "Nothing is known here for this size"),
-        ({"model_name_or_path": "models/base.gguf"}, "Nothing is known here for this size"),
+        (
+            {"train_files": ["data/text"]},
+            "no run of this size is known here, the nearest is GPT-2 on Dutch",
+        ),
+        ({"model_name_or_path": "models/base"}, "Nothing to paste: no run of this size"),
+        ({"model_name_or_path": "models/base.gguf"}, "Nothing to paste: no run of this size"),
     ],
 )
 def test_what_is_said(keys: dict[str, Any], said: str, workspace: Path) -> None:
@@ -65,7 +68,7 @@ def test_what_is_said(keys: dict[str, Any], said: str, workspace: Path) -> None:
     shown = recipe(**keys)
     assert said in shown
     pasted = yaml.safe_load(shown)
-    assert (pasted is None) == ("Nothing is known" in shown)
+    assert (pasted is None) == ("Nothing to paste" in shown)
 
 
 def test_mixtures_of_experts_are_not_guessed_at(workspace: Path) -> None:
