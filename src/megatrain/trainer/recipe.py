@@ -125,7 +125,8 @@ def _answer(question: Question) -> Iterator[str]:
         laws = (law(question.params, question.tokens) for law in (step_law, deepseek_law))
         known += [law for law in laws if law is not None]
     if chosen is None:
-        yield f"# Nothing to paste: no run of this size is known here, the nearest is {title(runs[0])}."
+        nearest = title(runs[0])
+        yield f"# Nothing to paste: no run of this size is known here, the nearest is {nearest}."
     else:
         yield "#"
         yield from lines_to_paste(chosen, question.config)
