@@ -86,6 +86,7 @@ def job_of(config: TrainConfig) -> Job:
         format=config.dataset_format,
         prompt_column=config.prompt_column,
         completion_column=config.completion_column,
+        text_column=config.dataset_text_field,
     )
     for source in find_sources(config.train_names()):
         found = dataset_format(source, options)
