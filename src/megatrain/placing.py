@@ -13,8 +13,8 @@ from megatrain.engine import EngineOptions, Loss, check_options, step_plan
 from megatrain.engine.compute import Programs
 from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
 from megatrain.engine.footprint import measure_footprint
+from megatrain.engine.kept_rates import run_disk_rates, stored_calibration
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
-from megatrain.engine.rates import disk_rates
 from megatrain.errors import UserError
 from megatrain.layout import STATE, Purpose
 from megatrain.memory import DiskTier
@@ -31,8 +31,8 @@ from megatrain.planner import (
     check_disk,
     check_fits,
     disk_use,
-    host_memory,
     memory_need,
+    more_than_there_is,
     tier_for,
     with_disk,
 )
@@ -86,19 +86,17 @@ class RunPlan:
     """None on the CPU, where everything is in one memory."""
     disk: DiskUse | None = None
     """None if nothing lives there."""
-    notice: str | None = None
-    """What a user should hear of host memory; None if there is nothing to say."""
+    notices: tuple[str | None, ...] = ()
+    """What a user should hear of host memory and of kept rates; None: there is nothing to say."""
     asked: str = ""
     """What of it was asked for."""
 
     def in_words(self) -> str:
         """Where the bytes are."""
         host = f"host memory {format_bytes(self.need.host_total)} ({self.need.table()})"
-        others = (self.placement, self.disk)
         asked = [f"as asked for in offload: {self.asked}"] if self.asked else []
-        notice = [] if self.notice is None else [self.notice]
-        words = [each.in_words() for each in others if each is not None]
-        return "\n".join([host, *words, *asked, *notice])
+        words = [each.in_words() for each in (self.placement, self.disk) if each]
+        return "\n".join([host, *words, *asked, *filter(None, self.notices)])
 
     @property
     def resident(self) -> frozenset[int]:
@@ -257,7 +255,7 @@ def plan_run(
         placement=placement,
         disk=disk,
         asked=budgets.offload.words,
-        notice=more_than_there_is(need.host_total),
+        notices=(more_than_there_is(need.host_total), stored_calibration().words),
     )
 
 
@@ -278,21 +276,10 @@ def _plan_on_cpu(
         placement=None,
         disk=disk,
         asked=budgets.offload.words,
-        notice=more_than_there_is(need.host_total + need.device_slots),
-    )
-
-
-def more_than_there_is(nbytes: int, root: Path = Path("/")) -> str | None:
-    """What to say of a run that `host_memory` allows, and for which this much is not to be seen.
-
-    It is not refused: a virtual machine may be given its memory only as it uses it.
-    """
-    there = host_memory(root)
-    if nbytes <= there.nbytes:
-        return None
-    return (
-        f"note: {format_bytes(nbytes)} of host memory, and {format_bytes(there.nbytes)}"
-        f" {there.in_words()} now: if no more comes while the run takes it, the system will kill it"
+        notices=(
+            more_than_there_is(need.host_total + need.device_slots),
+            stored_calibration().words_of_disk(disk.tier.path) if disk else None,
+        ),
     )
 
 
@@ -326,7 +313,7 @@ def _with_disk(
     nbytes = tier.nbytes(layouts)
     room = budgets.scratch_bytes
     check_disk(tier, nbytes, budget=room, allowed=room == budgets.disk)
-    rates = disk_rates(tier.path, nbytes)
+    rates = run_disk_rates(tier.path, nbytes)
     return plan, disk_use(layouts, plan, tier, gradient_dtype=gradient_dtype, rates=rates)
 
 

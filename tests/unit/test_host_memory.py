@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.placing import more_than_there_is
-from megatrain.planner.host import host_memory
+from megatrain.planner.host import host_memory, more_than_there_is
 
 GIB = 2**30
 LIMITS = """\

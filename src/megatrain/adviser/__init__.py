@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training, host_rate
+from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training
 from megatrain.adviser.experts import mixture_figures
+from megatrain.adviser.rates import GivenRates, known_rates, measured_gpu
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu
 from megatrain.models import BlockModel
 
-__all__ = ["Training", "plan_run_of"]
+__all__ = ["GivenRates", "Training", "plan_run_of"]
 
 
 def plan_run_of(
@@ -31,15 +32,16 @@ def plan_run_of(
     gpu: str | None,
     gpu_memory: int | None,
     host_memory: int | None,
-    host_bandwidth: int | None,
     disk_memory: int | None,
-    disk_rate: int | None,
+    disk_path: str | None,
+    rates: GivenRates,
     offload: Mapping[str, Any],
     training: Training,
     blocks: BlockModel | None,
     tokens: float,
     as_json: bool,
     say: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> bool:
     """Answer for one GPU, or compare all; whether it fits.
 
@@ -49,16 +51,16 @@ def plan_run_of(
         max_grad_norm, offload, training: see `Question`.
         gpu, gpu_memory: its name, or all, and bytes of it; None for the one in this machine.
         host_memory: bytes; None for what is free here, and for no limit if all GPUs are compared.
-        host_bandwidth: bytes a second; None to measure this host's updates.
         disk_memory: bytes of a disk for what the host has no room for; None: there is none.
-        disk_rate: bytes a second, read and written at once; None: not known.
-        tokens, as_json, say: of the whole run; JSON instead of lines; takes a line.
+        disk_path, rates: see `known_rates`.
+        tokens, as_json: of the whole run; JSON instead of lines.
+        say, note: take a line, of the answer and beside it.
 
     Raises:
         UserError: for a GPU or a model that is not known.
     """
     every = gpu is not None and gpu.lower() == "all"
-    _check_together(disk_memory, disk_rate, micro_rows, every=every)
+    _check_together(disk_memory, rates.disk, micro_rows, every=every)
     question = Question(
         model=model,
         rows=rows,
@@ -68,11 +70,10 @@ def plan_run_of(
         gpu=_chosen("H200" if every else gpu),
         gpu_memory=gpu_memory,
         host_memory=UNLIMITED if every and host_memory is None else host_memory,
-        update_params_per_s=host_rate(host_bandwidth),
         disk_memory=disk_memory,
-        disk_bytes_per_s=disk_rate,
         offload=offload,
         training=training,
+        **known_rates(rates, disk_path, here=gpu is None, note=note),
     )
     adviser = Adviser(model if blocks is None else blocks)
     adviser.offload(question)  # its mistakes are no want of memory
@@ -147,7 +148,7 @@ def this_gpu() -> Gpu:
     """The GPU of this machine.
 
     Raises:
-        UserError: if there is none, or none that is known by name.
+        UserError: if there is none, or one that is neither known by name nor calibrated.
     """
     known = ", ".join(GPUS)
     if not torch.cuda.is_available():
@@ -157,11 +158,12 @@ def this_gpu() -> Gpu:
             change=f"name one with --gpu ({known}; or all, to compare them)",
         )
     name = torch.cuda.get_device_name(0)
-    found = find_gpu(name)
+    found = find_gpu(name) or measured_gpu(name)
     if found is None:
         raise UserError(
             asked="a plan for this machine",
             found=f"a {name}, whose rates are not known here",
-            change=f"name one like it with --gpu ({known}), or measure with megatrain bench",
+            change=f"measure them with megatrain bench --calibrate, or name one like it with --gpu"
+            f" ({known})",
         )
     return found

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain.adviser.rates import compute_rates
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
+from megatrain.engine.kept_rates import GpuRates
 from megatrain.engine.options import largest_shape
-from megatrain.engine.rates import host_update_rate
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
@@ -25,9 +26,9 @@ from megatrain.placing import (
 )
 from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer, state_bytes
-from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import estimate_footprint, in_stages, rates_of
 from megatrain.preflight import find_gguf
+from megatrain.schedule import Rates
 from megatrain.units import format_bytes
 
 BETTER = 1.05
@@ -76,6 +77,8 @@ class Question:
     """Bytes; None for what is free here."""
     update_params_per_s: float
     """Of the host."""
+    measured: GpuRates | None = None
+    """Of this GPU; None: as its data sheet has them."""
     disk_memory: int | None = None
     """Bytes of a disk for state that the host has no room for; None: there is none."""
     disk_bytes_per_s: float | None = None
@@ -101,6 +104,14 @@ class Question:
             max_grad_norm=self.max_grad_norm,
             length_multiple=self.length,
         )
+
+    @property
+    def rates(self) -> Rates:
+        """Of the machine."""
+        updates = self.update_params_per_s
+        if self.measured is None:
+            return rates_of(self.gpu, update_params_per_s=updates)
+        return self.measured.beside(updates)
 
     @property
     def micro_tokens(self) -> int | None:
@@ -200,11 +211,10 @@ class Adviser:
         options = with_slots(question.options, budgets)
         options = with_room_for_waiting(model, options, budgets)
         rows, length, num_micro = self.micro_batches(question)
-        rates = rates_of(question.gpu, update_params_per_s=question.update_params_per_s)
         footprint = estimate_footprint(
             self.works(question.length),
-            gpu=question.gpu,
-            rates=rates,
+            compute=compute_rates(question.gpu, question.measured),
+            rates=question.rates,
             shape=(rows, length),
             hidden_size=self.model.hidden_size,
             vocab_size=self.model.vocab_size,
@@ -348,7 +358,7 @@ def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]
     yield (
         (
             f"a GPU of {format_bytes(gpu.memory_bytes)}, such as {gpu.name}",
-            replace(question, gpu=gpu, gpu_memory=None),
+            replace(question, gpu=gpu, gpu_memory=None, measured=None),
         )
         for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes)
     )
@@ -365,12 +375,3 @@ def _blocks_of(name: str) -> BlockModel:
 def _halves(number: int) -> Iterator[int]:
     while number := number // 2:
         yield number
-
-
-def host_rate(bandwidth: int | None) -> float:
-    """Parameters a second that a host updates; of this one it is measured.
-
-    Args:
-        bandwidth: bytes a second of copying in the host's memory, read and written.
-    """
-    return host_update_rate() if bandwidth is None else bandwidth / UPDATE_BYTES

@@ -13,14 +13,19 @@ from rich.console import Console
 from megatrain import __version__
 from megatrain.cli import planning, reading
 from megatrain.cli.arguments import (
+    Calibrate,
     Device,
+    DiskPath,
     ExpertParts,
     GpuMemory,
     Offload,
+    Place,
+    Shape,
     parse_offload,
     parse_size,
     with_option_names,
 )
+from megatrain.cli.calibrating import calibrate_here, check_calibrate
 from megatrain.config import read_config
 from megatrain.errors import UserError
 from megatrain.monitor import PICTURE, plot_runs
@@ -107,7 +112,9 @@ def plot(
 
 @app.command()
 def bench(
-    model: Annotated[str, typer.Argument(help="Directory with a config.json; no weights needed.")],
+    context: typer.Context,
+    model: Shape = None,
+    calibrate: Calibrate = False,
     layers: Annotated[
         int | None, typer.Option(min=1, help="Only the first so many layers, if all do not fit.")
     ] = None,
@@ -119,14 +126,9 @@ def bench(
     max_grad_norm: Annotated[float, typer.Option(min=0, help="0 turns clipping off.")] = 1.0,
     gpu_memory: GpuMemory = None,
     host_memory: Annotated[str | None, typer.Option(help="The same for the host.")] = None,
-    disk_path: Annotated[
-        str | None, typer.Option(help="Directory for layers that the host has no room for.")
-    ] = None,
+    disk_path: DiskPath = None,
     disk_memory: Annotated[str | None, typer.Option(help="Room to use there.")] = None,
-    place: Annotated[
-        Literal["auto", "host", "device"],
-        typer.Option(help="host: stream everything; device: all state on the GPU."),
-    ] = "auto",
+    place: Place = "auto",
     offload: Offload = None,
     expert_parts: ExpertParts = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
@@ -135,11 +137,13 @@ def bench(
     output: Annotated[str | None, typer.Option(help="Append the figures as a JSON line.")] = None,
 ) -> None:
     """Measure training steps of a model's shape, on random weights and tokens."""
+    check_calibrate(context)
+    if model is None:
+        calibrate_here(disk_path)
+        return
     check_model(model)
     _check_disk(disk_path, disk_memory)
-    for key, path in (("trace", trace), ("output", output)):
-        if path is not None and not Path(path).exists():
-            claim_file(key, Path(path))
+    _claim(trace=trace, output=output)
     from megatrain.bencher import BenchOptions, append_row, run_bench, table
 
     options = BenchOptions(
@@ -166,6 +170,12 @@ def bench(
     typer.echo(table(row))
     if output is not None:
         append_row(Path(output), row)
+
+
+def _claim(**paths: str | None) -> None:
+    for key, path in paths.items():
+        if path is not None and not Path(path).exists():
+            claim_file(key, Path(path))
 
 
 def _check_disk(path: str | None, memory: str | None) -> None:

@@ -107,3 +107,17 @@ ExpertParts = Annotated[
     int | None,
     typer.Option(min=1, help="Stream a layer's experts in so many blocks; default: as needed."),
 ]
+Shape = Annotated[
+    str | None, typer.Argument(help="Directory with a config.json; no weights needed.")
+]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")
+]
+DiskPath = Annotated[
+    str | None,
+    typer.Option(help="Directory for layers that the host has no room for, or to calibrate."),
+]
+Place = Annotated[
+    Literal["auto", "host", "device"],
+    typer.Option(help="host: stream everything; device: all state on the GPU."),
+]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "gpu_memory": None,
     "host_memory": None,
     "disk_memory": None,
+    "disk_path": None,
 }
 """Of a plan of a model, which has all of the GPU and no disk."""
 
@@ -102,14 +104,14 @@ def plan(
         asked = _of_config(model, overrides or [], options, gpu)
     else:
         asked = _of_model(model, overrides or [], options)
-    from megatrain.adviser import plan_run_of
+    from megatrain.adviser import GivenRates, plan_run_of
 
     fits = plan_run_of(
         gpu=gpu,
-        host_bandwidth=bandwidth,
-        disk_rate=parse_size("disk_rate", disk_rate),
+        rates=GivenRates(host_bandwidth=bandwidth, disk=parse_size("disk_rate", disk_rate)),
         as_json=as_json,
         say=typer.echo,
+        note=partial(typer.echo, err=True),
         **asked,
     )
     if not fits:
@@ -163,6 +165,7 @@ def _of_config(
         "gpu_memory": parse_size("gpu_memory", config.gpu_memory),
         "host_memory": parse_size("host_memory", config.host_memory),
         "disk_memory": None if "disk_memory" in given else run.disk_memory,
+        "disk_path": config.disk_path,
         "offload": config.offload,
         "training": Training(
             engine=engine,

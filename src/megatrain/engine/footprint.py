@@ -20,10 +20,10 @@ from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
 from megatrain.engine.compute import BlockCompute, Programs
 from megatrain.engine.device import release_cached_memory
+from megatrain.engine.kept_rates import run_rates
 from megatrain.engine.loss import Loss
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch
 from megatrain.engine.options import EngineOptions, step_plan
-from megatrain.engine.rates import measure_rates
 from megatrain.engine.state import StepState
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import segment_views
@@ -128,7 +128,7 @@ def measure_footprint(
     rows, length = shape
     batch = make_micro_batch([_row(model, length)] * rows, 0, device)
     with attention_choice(device):
-        rates = measure_rates(device, host_threads=options.host_threads)
+        rates = run_rates(device, host_threads=options.host_threads)
         _one_pass(compute, batch, rates)
         found = _one_pass(compute, batch, rates)
     del compute

@@ -1,7 +1,7 @@
 """What this machine's buses and memories move in a second, measured in a second or two."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ def measure_rates(device: torch.device, *, host_threads: int | None) -> Rates:
     """
     updates = host_update_rate(host_threads)
     if device.type == "cuda":
-        (h2d, d2h), memory = _copy_rates(device), _device_rate(device)
+        (h2d, d2h), memory = copy_rates(device), device_rate(device)
     else:
         h2d = d2h = memory = _host_rate()
     return Rates(
@@ -90,13 +90,17 @@ def _host_rate() -> float:
     return 2 * COPY_BYTES / (time.perf_counter() - began)
 
 
-def _copy_rates(device: torch.device) -> tuple[float, float]:
-    slab = HostSlab(2 * COPY_BYTES, pin=True)
-    streams = [torch.cuda.Stream(device) for _ in range(2)]
+def copy_rates(device: torch.device, ways: Sequence[str] = ("h2d", "d2h")) -> tuple[float, ...]:
+    """Bytes a second of page-locked copies, for each way; several of them at once."""
+    slab = HostSlab(len(ways) * COPY_BYTES, pin=True)
+    streams = [torch.cuda.Stream(device) for _ in ways]
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in streams]
     host = [slab.take(COPY_BYTES) for _ in streams]
     there = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in streams]
-    pairs = [(there[0], host[0]), (host[1], there[1])]  # (target, source)
+    pairs = [  # (target, source)
+        (gpu, memory) if way == "h2d" else (memory, gpu)
+        for way, gpu, memory in zip(ways, there, host, strict=True)
+    ]
     torch.cuda.synchronize(device)
     for mark in (0, 1):
         for stream, (target, source), marked in zip(streams, pairs, marks, strict=True):
@@ -106,11 +110,10 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
                     target.copy_(source, non_blocking=True)
     torch.cuda.synchronize(device)
     slab.close()
-    seconds = [start.elapsed_time(end) / 1e3 for start, end in marks]
-    return COPIES * COPY_BYTES / seconds[0], COPIES * COPY_BYTES / seconds[1]
+    return tuple(COPIES * COPY_BYTES / (start.elapsed_time(end) / 1e3) for start, end in marks)
 
 
-def _device_rate(device: torch.device) -> float:
+def device_rate(device: torch.device) -> float:
     """Bytes read and written."""
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in "ab")
     target.copy_(source)

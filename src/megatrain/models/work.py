@@ -37,6 +37,8 @@ class LayerWork:
     """Of the last product, whose result backward does not need."""
     attention_flops: float
     """Forward, with the half that causality leaves."""
+    head_dim: int
+    """Of its queries; 0 where no attention was traced."""
     kept_bytes: int
     """Results of products and attention but the last, and the layer's input."""
     traced: bool
@@ -93,6 +95,7 @@ def _count(
         product_flops=sum(counter.product_flops),
         last_product_flops=counter.product_flops[-1] if counter.product_flops else 0.0,
         attention_flops=counter.attention_flops,
+        head_dim=counter.head_dim,
         kept_bytes=kept,
         traced=True,
     )
@@ -112,6 +115,7 @@ def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
         product_flops=2 * used * tokens,
         last_product_flops=0.0,
         attention_flops=0.0,
+        head_dim=0,
         kept_bytes=x_BTD.nbytes + int(kept * tokens * x_BTD.element_size()),
         traced=False,
     )
@@ -128,6 +132,7 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.product_flops: list[float] = []
         self.attention_flops = 0.0
+        self.head_dim = 0
         self.kept: list[int] = []
 
     def __torch_dispatch__(
@@ -166,5 +171,6 @@ class _Attention(TorchFunctionMode):
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         pairs = query.shape[:-1].numel() * key.shape[-2] / 2
         self._counter.attention_flops += 2 * pairs * (query.shape[-1] + value.shape[-1])
+        self._counter.head_dim = query.shape[-1]
         self._counter.kept.append(result.nbytes)
         return result

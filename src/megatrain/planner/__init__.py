@@ -9,7 +9,7 @@ from megatrain.planner.disk import (
     with_disk,
 )
 from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
-from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
+from megatrain.planner.host import HostMemory, available_host_bytes, host_memory, more_than_there_is
 from megatrain.planner.inference import resident_weights
 from megatrain.planner.offload import NOTHING_ASKED, Offload, read_offload
 from megatrain.planner.placement import Placement, PlacementRule
@@ -29,6 +29,7 @@ __all__ = [
     "disk_use",
     "host_memory",
     "memory_need",
+    "more_than_there_is",
     "read_offload",
     "resident_weights",
     "tier_for",

@@ -2,8 +2,9 @@
 
 What of a peak is reached was measured on one H200 (benchmarks/results/bench.jsonl: the shapes of
 Qwen2.5-3B and 7B, compiled, micro-batches of 16x1024 tokens) and is taken for every GPU.  Expect
-15 % of error there, more for small layers or micro-batches.  On the machine itself `train` and
-`bench` measure instead.
+15 % of error there, more for small layers or micro-batches.  For a GPU that was calibrated the
+products and attention of the nearest shapes that were measured there take their place.  On the
+machine itself `train` and `bench` measure the layers.
 """
 
 from collections import Counter
@@ -12,10 +13,13 @@ from dataclasses import replace
 
 from megatrain.hardware import Gpu
 from megatrain.models.work import LayerWork
-from megatrain.schedule import Footprint, Rates
+from megatrain.schedule import AttentionRate, ComputeRates, Footprint, ProductRate, Rates
 
 REACHED_FLOPS = 0.58
 """Of the dense bf16 peak: 0.54 for the 3B shape, 0.59 for 7B, whole steps, limited by power."""
+REACHED_TRIAL = 0.73
+"""Of what short trials of products reach: 0.74 for 7B and 0.68 for 3B of the 790 TFLOPS that the
+same H200 reached for a moment at 8192x8192x8192, before its power limit."""
 REACHED_LINK = 0.80
 """Of PCIe's rate each way: 50.5 GB/s of 63, both ways at once."""
 REACHED_MEMORY = 0.90
@@ -36,10 +40,37 @@ def rates_of(gpu: Gpu, *, update_params_per_s: float) -> Rates:
     )
 
 
+def compute_of(gpu: Gpu) -> ComputeRates:
+    """To expect of a GPU, whatever the shape."""
+    reached = REACHED_FLOPS * gpu.bf16_flops_per_s
+    attention = AttentionRate(
+        length=1, head_dim=1, forward_flops_per_s=reached, backward_flops_per_s=reached
+    )
+    product = ProductRate(tokens=1, width=1, flops_per_s=reached)
+    return ComputeRates(products=(product,), attention=(attention,))
+
+
+def compute_in_steps(trials: ComputeRates) -> ComputeRates:
+    """What whole steps reach where short trials reached this."""
+    return ComputeRates(
+        products=tuple(
+            replace(each, flops_per_s=REACHED_TRIAL * each.flops_per_s) for each in trials.products
+        ),
+        attention=tuple(
+            replace(
+                each,
+                forward_flops_per_s=REACHED_TRIAL * each.forward_flops_per_s,
+                backward_flops_per_s=REACHED_TRIAL * each.backward_flops_per_s,
+            )
+            for each in trials.attention
+        ),
+    )
+
+
 def estimate_footprint(
     works: Sequence[LayerWork],
     *,
-    gpu: Gpu,
+    compute: ComputeRates,
     rates: Rates,
     shape: tuple[int, int],
     hidden_size: int,
@@ -51,7 +82,7 @@ def estimate_footprint(
 
     Args:
         works: of each layer, for one row.
-        gpu: where it is computed.
+        compute: of the GPU, in whole steps.
         rates: of the machine.
         shape: (B, T).
         hidden_size: D.
@@ -60,13 +91,21 @@ def estimate_footprint(
         item_bytes: of the compute dtype.
     """
     rows, length = shape
-    tokens, flops_per_s = rows * length, REACHED_FLOPS * gpu.bf16_flops_per_s
+    tokens = rows * length
+    flops_per_s = compute.product_flops_per_s(tokens=tokens, width=hidden_size)
     input_bytes = tokens * hidden_size * item_bytes
     logits = min(chunk_tokens, tokens) * vocab_size * item_bytes
     largest = max(work.kept_bytes for work in works) * rows
-    whole = [work.product_flops + work.attention_flops for work in works]
-    forward_s = rows * _mean(whole) / flops_per_s
-    recomputed = [each - work.last_product_flops for each, work in zip(whole, works, strict=True)]
+    attention = [compute.attention_of(length=length, head_dim=each.head_dim) for each in works]
+    both = list(zip(works, attention, strict=True))
+    product_s = rows * _mean([each.product_flops for each in works]) / flops_per_s
+    attention_s = rows * _mean([w.attention_flops / a.forward_flops_per_s for w, a in both])
+    attention_backward_s = rows * _mean(
+        [2 * w.attention_flops / a.backward_flops_per_s for w, a in both]
+    )
+    forward_s = product_s + attention_s
+    saved_backward_s = 2 * product_s + attention_backward_s
+    not_recomputed_s = rows * _mean([each.last_product_flops for each in works]) / flops_per_s
     return Footprint(
         input_bytes=input_bytes,
         saved_bytes=tuple(work.kept_bytes * rows for work in works),
@@ -74,8 +113,8 @@ def estimate_footprint(
         workspace_bytes=int(max(WORKSPACE_OF_LAYER * largest, WORKSPACE_OF_LOGITS * logits)),
         embed_s=2 * input_bytes / rates.device_bytes_per_s,
         forward_s=forward_s,
-        backward_s=2 * forward_s + rows * _mean(recomputed) / flops_per_s,
-        saved_backward_s=2 * forward_s,
+        backward_s=saved_backward_s + forward_s - not_recomputed_s,
+        saved_backward_s=saved_backward_s,
         embed_backward_s=6 * input_bytes / rates.device_bytes_per_s,
         loss_s=6 * tokens * hidden_size * vocab_size / flops_per_s,
         rates=rates,

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from megatrain.units import format_bytes
+
 ROOT = Path("/")
 LIMITS = {"Max address space": ("VmSize", "ulimit -v"), "Max data size": ("VmData", "ulimit -d")}
 """Line of /proc/self/limits -> (what counts against it in /proc/self/status, how it is set)."""
@@ -50,6 +52,20 @@ def host_memory(root: Path = ROOT) -> HostMemory:
 def available_host_bytes() -> int:
     """The same, without why."""
     return host_memory().nbytes
+
+
+def more_than_there_is(nbytes: int, root: Path = ROOT) -> str | None:
+    """What to say of a run that `host_memory` allows, and for which this much is not to be seen.
+
+    It is not refused: a virtual machine may be given its memory only as it uses it.
+    """
+    there = host_memory(root)
+    if nbytes <= there.nbytes:
+        return None
+    return (
+        f"note: {format_bytes(nbytes)} of host memory, and {format_bytes(there.nbytes)}"
+        f" {there.in_words()} now: if no more comes while the run takes it, the system will kill it"
+    )
 
 
 def _machine(root: Path) -> HostMemory:

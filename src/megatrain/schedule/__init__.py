@@ -16,7 +16,13 @@ from megatrain.schedule.build import (
     build_step,
     initial_contents,
 )
-from megatrain.schedule.costs import Footprint, Rates
+from megatrain.schedule.costs import (
+    AttentionRate,
+    ComputeRates,
+    Footprint,
+    ProductRate,
+    Rates,
+)
 from megatrain.schedule.disk import MOVED, disk_traffic, moved_bytes
 from megatrain.schedule.ops import (
     STREAM_LANES,
@@ -37,11 +43,14 @@ from megatrain.schedule.verify import derive_waits, verify_contents, verify_wait
 __all__ = [
     "MOVED",
     "STREAM_LANES",
+    "AttentionRate",
+    "ComputeRates",
     "Content",
     "Footprint",
     "Lane",
     "Op",
     "OpKind",
+    "ProductRate",
     "Rates",
     "ScheduleError",
     "Slot",
