@@ -1,10 +1,12 @@
 """What a run logs, evaluates and saves, and when; which evaluation ends it."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 from megatrain.checkpoint import checkpoints
 from megatrain.errors import UserError
@@ -55,6 +57,37 @@ def test_a_row_is_about_all_steps_since_the_row_before(workspace: Path) -> None:
         assert row["clip_rate"] == pytest.approx(sum(clipped) / len(part))
         for name in ("grad_norm", "learning_rate", "epoch", "num_input_tokens_seen"):
             assert row[name] == part[-1][name]
+
+
+ROUTING = ("router_entropy", "expert_load_max", "experts_unused")
+
+
+def test_rows_of_a_mixture_tell_what_its_routers_do(workspace: Path) -> None:
+    """In the first logged step of ten; training is the same in every step."""
+    config = MixtralConfig(
+        **{**LlamaConfig.from_pretrained("models/base").to_dict(), "model_type": "mixtral"},
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    model = MixtralForCausalLM(config)
+    shutil.copytree("models/base", "models/mixture")
+    model.save_pretrained("models/mixture")
+    changes = {"model_name_or_path": "models/mixture", "save_strategy": "no", "max_steps": 12}
+    train(**changes)
+    assert [steps_with(name) for name in ROUTING] == [[1, 10]] * 3
+    first = log_of("out")[0]
+    assert 0 < first["router_entropy"] <= 1
+    assert 1 <= first["expert_load_max"] <= 4
+    assert 0 <= first["experts_unused"] <= 2 * 6
+    train(**changes, logging_steps=4, output_dir="fourths")
+    assert steps_with("router_entropy", "fourths") == [4, 12]
+    last = [log_of(folder)[-1]["grad_norm"] for folder in ("out", "fourths")]
+    assert last[0] == last[1]
+
+
+def test_rows_of_a_dense_model_say_nothing_of_routers(workspace: Path) -> None:
+    train(save_strategy="no", max_steps=2)
+    assert not any(steps_with(name) for name in ROUTING)
 
 
 RISING = {"eval_files": ["data/text"], "eval_steps": 1, "learning_rate": 0.1, "max_steps": 24}

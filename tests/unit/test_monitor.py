@@ -70,6 +70,15 @@ def test_all_figures_are_shown_and_those_that_are_not_known_left_out() -> None:
     )
 
 
+def test_what_routers_do_has_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    more = {"router_entropy": 0.913, "expert_load_max": 3.26, "experts_unused": 4}
+    with Console(9, file=out) as console:
+        console.step(ROW | more, seconds_left=5.0)
+    found = "router entropy 0.91  busiest expert 3.3x  unused experts 4  0:00:05 left\n"
+    assert out.getvalue().endswith(found)
+
+
 def test_a_terminal_has_a_display_that_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("FORCE_COLOR", "1")

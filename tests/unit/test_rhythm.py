@@ -9,7 +9,7 @@ from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
 from megatrain.config import TrainConfig
 from megatrain.trainer.progress import Progress
-from megatrain.trainer.rhythm import Rhythm
+from megatrain.trainer.rhythm import Rhythm, Rhythms
 
 NEEDED: dict[str, Any] = {"model_name_or_path": "m", "train_files": ["t"], "output_dir": "o"}
 
@@ -26,6 +26,26 @@ def test_after_every_so_many_steps_the_last_and_perhaps_the_first() -> None:
     assert [step for step in range(9) if at_end.due(step)] == [8] and at_end.count(3) == 1
     never = Rhythm(steps=None, total_steps=8)
     assert not any(map(never.due, range(9))) and never.count(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "looked_at"),
+    [
+        (range(1, 25), False, [1, 10, 20]),
+        (range(3, 25, 3), False, [3, 12, 21]),
+        (range(3, 25, 3), True, [1, 12, 21]),
+        (range(10, 25, 10), False, [10, 20]),
+        ((), False, [24]),
+        (None, False, []),
+    ],
+)
+def test_routers_are_looked_at_in_logged_steps_one_in_ten_at_most(
+    steps: Any, first: bool, looked_at: list[int]
+) -> None:
+    log = Rhythm(steps=steps, total_steps=24, first=first)
+    never = Rhythm(steps=None, total_steps=24)
+    rhythms = Rhythms(save=never, log=log, evaluate=never, epoch=never, at_start=False)
+    assert [step for step in range(1, 25) if rhythms.routers(step)] == looked_at
 
 
 @pytest.mark.parametrize("name", [None, "eval_loss", "perplexity"])

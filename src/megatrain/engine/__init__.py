@@ -1,11 +1,13 @@
 """The streaming engine: runs a step's schedule on lanes."""
 
 from megatrain.engine.device import choose_device, free_device_bytes
-from megatrain.engine.engine import Engine, EvalSums, StepResult
+from megatrain.engine.engine import Engine
 from megatrain.engine.layer_stream import LayerStream
 from megatrain.engine.loss import Loss, cross_entropy
 from megatrain.engine.options import EngineOptions, check_options, step_plan
 from megatrain.engine.queries import Answer, Query
+from megatrain.engine.results import EvalSums, StepResult
+from megatrain.engine.routing import Routing
 
 __all__ = [
     "Answer",
@@ -15,6 +17,7 @@ __all__ = [
     "LayerStream",
     "Loss",
     "Query",
+    "Routing",
     "StepResult",
     "check_options",
     "choose_device",

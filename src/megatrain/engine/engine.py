@@ -8,7 +8,7 @@ of step k runs at the start of step k+1, ahead of each block's fetch; `flush()` 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,6 +29,8 @@ from megatrain.engine.options import (
     step_plan,
 )
 from megatrain.engine.queries import Answer, Query, split_answers, targets_of
+from megatrain.engine.results import EvalSums, StepResult
+from megatrain.engine.routing import RouterWatch
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker
@@ -53,32 +55,6 @@ from megatrain.schedule import (
     verify_waits,
     with_poison,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one optimizer step gave."""
-
-    loss: float
-    """Weighted mean over the step's supervised tokens."""
-    grad_norm: float
-    """Global norm before clipping."""
-    clipped: bool
-    """The update is that of a gradient scaled down to max_grad_norm."""
-    skipped: bool
-    """Nothing was updated because the loss or the norm was not finite."""
-    nonfinite_blocks: tuple[str, ...]
-    supervised_weight: float
-    real_tokens: int
-    padded_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalSums:
-    """Sums of an evaluation, to be divided when all batches are in."""
-
-    loss_sum: float
-    weight_sum: float
 
 
 class EngineUnusableError(RuntimeError):
@@ -148,8 +124,12 @@ class Engine:
             device=device,
             loss=loss,
         )
+        self._routers = RouterWatch(
+            model=model, views=views, runner=programs.runner, device=device, seed=options.seed
+        )
         self._worker = Worker(
             compute=compute,
+            routers=self._routers,
             views=views,
             store=store,
             buffers=self.buffers,
@@ -163,8 +143,10 @@ class Engine:
             # The slots are cleared on a stream that no lane waits for.
             torch.cuda.synchronize(device)
 
-    def step(self, rows: Sequence[Row], *, learning_rate: float) -> StepResult:
-        """One optimizer step over `rows`.
+    def step(
+        self, rows: Sequence[Row], *, learning_rate: float, watch_routers: bool = False
+    ) -> StepResult:
+        """One optimizer step over `rows`; watched ones say what routers did, at a price.
 
         Raises:
             UserError: if there are no rows or no token in them is supervised.
@@ -193,6 +175,7 @@ class Engine:
             training=True,
             update=update,
             before_update=self.before_update,
+            lengths=self._routers.lengths(rows, batches) if watch_routers else (),
         )
         self.model.train(True)
         self._run(build_step(plan), state, plan)
@@ -234,6 +217,7 @@ class Engine:
             supervised_weight=state.total_weight,
             real_tokens=sum(len(row.input_ids) for row in rows),
             padded_tokens=sum(batch.ids_BT.numel() for batch in state.micro_batches),
+            routing=self._routers.result(state),
         )
 
     def flush(self) -> None:

@@ -41,6 +41,11 @@ class StepState:
     whose log-probability is wanted behind them."""
     answers: dict[int, Tensor] = field(default_factory=dict)
     """micro-batch -> (2, N), see `megatrain.engine.queries.answer`."""
+    lengths: Sequence[Tensor] = ()
+    """Per micro-batch, if routers are watched: tokens of its rows."""
+    routed: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(block, micro-batch) -> what its router did, see `megatrain.models.routing`."""
+    home_routed: Tensor | None = None
     calls: dict[int, list[LayerCall]] = field(default_factory=dict)
     boundaries: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(block, micro-batch) -> the block's input."""

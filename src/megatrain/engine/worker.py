@@ -9,6 +9,7 @@ from megatrain.engine.buffers import StepBuffers
 from megatrain.engine.compiled import Run
 from megatrain.engine.compute import BlockCompute
 from megatrain.engine.options import AdamWOptions
+from megatrain.engine.routing import RouterWatch
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.layout import STATE, BlockLayout, Purpose
@@ -22,6 +23,7 @@ class Worker:
     """Performs operations; holds no state of a step."""
 
     compute: BlockCompute
+    routers: RouterWatch
     views: BlockViews
     store: BlockStore
     buffers: StepBuffers
@@ -39,6 +41,7 @@ class Worker:
             case OpKind.FETCH:
                 self._fetch(op)
             case OpKind.FORWARD:
+                self.routers.look(state, op)
                 self.compute.forward(state, op)
             case OpKind.ZERO:
                 self.buffers.accumulators[op.slot(Space.ACCUMULATOR)].zero_()
@@ -53,6 +56,8 @@ class Worker:
             case OpKind.OFFLOAD_LOSS:
                 assert state.loss_sum is not None
                 state.home_loss_sum = _to_host(state.loss_sum)
+                routed = self.routers.summed(state)
+                state.home_routed = None if routed is None else _to_host(routed)
             case OpKind.DECIDE:
                 assert state.home_loss_sum is not None
                 state.loss_is_finite = bool(torch.isfinite(state.home_loss_sum))

@@ -24,6 +24,11 @@ FIGURES = (
         ("gpu_memory_gib", "GPU {:.1f} GiB"),
         ("host_memory_gib", "host {:.1f} GiB"),
     ),
+    (
+        ("router_entropy", "router entropy {:.2f}"),
+        ("expert_load_max", "busiest expert {:.1f}x"),
+        ("experts_unused", "unused experts {}"),
+    ),
 )
 """Lines of the display: figures of a row, and how they are written."""
 
@@ -84,7 +89,7 @@ class Console:
         left = f"{_clock_time(seconds_left)} left"
         if self._shows_live:
             self._bar.update(self._task, left=left)
-            self._figures.plain = "\n".join(lines)
+            self._figures.plain = "\n".join(filter(None, lines))
         else:
             self.note("  ".join([f"step {row['step']}/{self._total}", *filter(None, lines), left]))
 

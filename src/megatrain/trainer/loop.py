@@ -114,7 +114,8 @@ class Loop:
         rows = run.sampler.take(run.data.train_rows, step)
         self._tracing.begin(step)
         try:
-            done = self.engine.step(rows, learning_rate=rate)
+            watched = self._rhythms.routers(step + 1)
+            done = self.engine.step(rows, learning_rate=rate, watch_routers=watched)
         except NonFiniteGradientError as error:
             raise UserError(
                 asked=f"optimizer step {step + 1} without clipping",

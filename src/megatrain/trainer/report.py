@@ -81,6 +81,8 @@ class Reporter:
             row["clip_rate"] = window.clipped / window.steps
         if window.nonfinite_blocks:
             row["nonfinite_blocks"] = window.nonfinite_blocks
+        if last.routing is not None:
+            row |= last.routing.figures()
         row |= self.throughput.figures() | memory_in_use(run.device)
         if lane is not None:
             row |= {"limiting_lane": lane[0].value, "limiting_lane_busy": round(lane[1], 3)}

@@ -9,6 +9,9 @@ from megatrain.config import TrainConfig
 from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 
+ROUTER_STEPS = 10
+"""Of so many steps, routers are looked at in one at most."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rhythm:
@@ -55,6 +58,14 @@ class Rhythms:
     """Ends of epochs; packed, they have steps of their own number."""
     at_start: bool
     """An evaluation before training."""
+
+    def routers(self, step: int) -> bool:
+        """Whether a step, 1-based, is one whose routers are looked at, as that has a price.
+
+        Of each `ROUTER_STEPS` it is the first that is logged.
+        """
+        tens = range(step - step % ROUTER_STEPS, step)
+        return self.log.due(step) and not any(map(self.log.due, tens))
 
     @classmethod
     def of(cls, config: TrainConfig, run: PreparedRun) -> "Rhythms":
