@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from megatrain.data import Row
 from megatrain.data.packing import joined
@@ -19,6 +20,7 @@ from megatrain.layout import Purpose
 from megatrain.models.packing_proof import prove_packing
 from megatrain.models.parts import find_experts
 from megatrain.models.routing import _entropy_sum
+from tests.models.tiny import tiny_configs
 
 from .harness import (
     ADAMW,
@@ -263,3 +265,19 @@ def test_probabilities_are_taken_for_what_they_are() -> None:
     for given in (logits, logits.softmax(dim=-1), logits.softmax(dim=-1).bfloat16()):
         torch.testing.assert_close(_entropy_sum(given, real)[0], expected, rtol=5e-3, atol=0)
     assert _entropy_sum(None, real).isnan().all()
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_layers_that_ask_for_their_index(backend: str | None) -> None:
+    """DeepSeek-V4's attention does; its first layers choose experts by token, without logits."""
+    if "deepseek_v4" not in CONFIG_MAPPING:
+        pytest.skip("since a later transformers")
+    config = next(tiny_configs("deepseek_v4"))
+    options = replace(OPTIONS, compile_backend=backend)
+    engine = make_engine(config, masters_of(reference_model(config)), options=options)
+    with counted(engine.model.container) as counts:
+        found = engine.step(ROWS[:2], learning_rate=LEARNING_RATE, watch_routers=True).routing
+    assert found is not None
+    assert 0 < len(found.entropies) < len(found.tokens)
+    if backend is None:  # forward and recompute, padding counted
+        assert len(counts) == len(found.tokens)

@@ -23,7 +23,7 @@ from megatrain.engine.randomness import keyed_randomness
 from megatrain.engine.state import StepState
 from megatrain.engine.views import Views
 from megatrain.models import BlockModel
-from megatrain.models.routing import Router, routers_of
+from megatrain.models.routing import LayerRouter, Router, routers_of
 from megatrain.schedule import Op
 
 
@@ -60,7 +60,7 @@ class RouterWatch:
     """Key of the randomness inside the model."""
 
     @cached_property
-    def routers(self) -> dict[int, Router]:
+    def routers(self) -> dict[int, LayerRouter]:
         """By block; made when they are asked for first."""
         return routers_of(self.model)
 
@@ -83,6 +83,7 @@ class RouterWatch:
         if not state.lengths or block not in self.routers:
             return
         index, router = block - 1, self.routers[block]
+        run = Run(plain=router.own, shared=router.shared)
         prefix = self.model.layer_prefix(index)
         weights = self.views.weights(op, block)
         tensors = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
@@ -98,7 +99,7 @@ class RouterWatch:
         random = keyed_randomness(*key, device=self.device) if self.model.random else nullcontext()
         try:
             with random:
-                found = self.runner(routing, Run(plain=router, shared=router), *args)
+                found = self.runner(routing, run, *args)
         except torch.OutOfMemoryError:  # no figure is worth a step
             state.lengths = ()
             return
@@ -119,7 +120,7 @@ class RouterWatch:
         if state.home_routed is None:
             return None
         tokens, entropies = [], []
-        sizes = [self.routers[block].num_experts + 2 for block in sorted(self.routers)]
+        sizes = [self.routers[block].own.num_experts + 2 for block in sorted(self.routers)]
         for counts in state.home_routed.split(sizes):
             *of_experts, entropy_sum, num_tokens = counts.tolist()
             if any(of_experts):

@@ -12,6 +12,7 @@ import copy
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from megatrain.models.blocks import BlockModel, run_layer
 from megatrain.models.parts import find_experts
 from megatrain.models.recorder import LayerCall
-from megatrain.models.templates import LayerTemplate, layer_templates
+from megatrain.models.templates import layer_templates
 
 RECORDED = "router_logits"
 NEARLY_ONE = 0.01
@@ -48,17 +49,24 @@ class _Experts(nn.Module):
 
 
 class Router:
-    """Looks at the router of every layer that behaves alike.
+    """Looks at the router of one layer, or of every layer that behaves alike.
 
     Args:
-        template: of the layer; it is copied.
+        layer: it is copied.
+        carried_keys: see `run_layer`.
         name: of its experts in the layer.
         recorders: transformers' notes of where router logits are.
     """
 
-    def __init__(self, template: LayerTemplate, name: str, recorders: list[OutputRecorder]) -> None:
-        self._module = copy.deepcopy(template.module).train()
-        self._carried_keys = template.carried_keys
+    def __init__(
+        self,
+        layer: nn.Module,
+        carried_keys: frozenset[str],
+        name: str,
+        recorders: list[OutputRecorder],
+    ) -> None:
+        self._module = copy.deepcopy(layer).train()
+        self._carried_keys = carried_keys
         experts = self._module.get_submodule(name)
         self.num_experts = int(experts.num_experts)  # type: ignore[arg-type]
         self._experts = _Experts(experts)
@@ -163,17 +171,29 @@ def _recorders(model: nn.Module) -> Iterator[OutputRecorder]:
             )
 
 
-def routers_of(model: BlockModel) -> dict[int, Router]:
-    """Block -> router, for every layer of fused experts; of a cut layer, the block that has it."""
+@dataclass(frozen=True, kw_only=True)
+class LayerRouter:
+    """Of one layer."""
+
+    own: Router
+    shared: Router
+    """The same for all layers that behave alike; it fails where a layer asks for its index."""
+
+
+def routers_of(model: BlockModel) -> dict[int, LayerRouter]:
+    """By block, for every layer of fused experts; of a cut layer, the block that has the router."""
     # One note may be reached by several models, and is to be followed once.
     recorders = list({repr(each): each for each in _recorders(model.hf_model)}.values())
     known: dict[int, Router] = {}
-    routers: dict[int, Router] = {}
+    routers: dict[int, LayerRouter] = {}
     for layer, template in enumerate(layer_templates(model.whole)):
-        found = find_experts(model.container[layer])
+        module = model.container[layer]
+        found = find_experts(module)
         if found is None:
             continue
+        more = model.carried_keys, found[0], recorders
         if template.number not in known:
-            known[template.number] = Router(template, found[0], recorders)
-        routers[model.blocks_of(layer + 1)[0]] = known[template.number]
+            known[template.number] = Router(template.module, *more)
+        block = model.blocks_of(layer + 1)[0]
+        routers[block] = LayerRouter(own=Router(module, *more), shared=known[template.number])
     return routers

@@ -35,7 +35,7 @@ class LayerTemplate:
     reads = None
 
     def __init__(self, number: int, module: nn.Module, carried_keys: frozenset[str]) -> None:
-        self.number, self.carried_keys = number, carried_keys
+        self.number, self._carried_keys = number, carried_keys
         self.module = copy.deepcopy(module)
         for each in self.module.modules():
             each.__dict__.pop(INDEX, None)
@@ -48,7 +48,7 @@ class LayerTemplate:
         carried: Mapping[str, Tensor],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As `BlockModel.layer`; `tensors` are parameters *and* buffers by name in the layer."""
-        return run_layer(self.module, tensors, x_BTD, call, carried, self.carried_keys)
+        return run_layer(self.module, tensors, x_BTD, call, carried, self._carried_keys)
 
 
 def stage_templates(model: BlockModel) -> Sequence[Role]:
