@@ -64,7 +64,7 @@ def test_no_step_has_a_larger_micro_batch_than_is_measured(
     engine.options = options
     rows, length, num_micro = largest_shape(engine.model, options, num_rows=7, longest=12)
     for seed in range(20):
-        batches = engine._micro_batches(make_rows(7, seed), training=True)
+        batches = engine._cut(make_rows(7, seed), training=True)
         assert len(batches) <= num_micro
         assert max(batch.ids_BT.numel() for batch in batches) <= rows * length
     engine.close()

@@ -20,17 +20,12 @@ from megatrain.engine.buffers import StepBuffers
 from megatrain.engine.compute import BlockCompute, Programs
 from megatrain.engine.lanes import Lanes, choose_lanes
 from megatrain.engine.loss import Loss, cross_entropy
-from megatrain.engine.microbatch import MicroBatch, make_micro_batch, split_rows
-from megatrain.engine.options import (
-    EngineOptions,
-    check_options,
-    padding_of,
-    split_of,
-    step_plan,
-)
+from megatrain.engine.microbatch import MicroBatch
+from megatrain.engine.options import EngineOptions, check_options, step_plan
 from megatrain.engine.queries import Answer, Query, split_answers, targets_of
 from megatrain.engine.results import EvalSums, StepResult
 from megatrain.engine.routing import RouterWatch
+from megatrain.engine.rows import RowCutter
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker
@@ -113,7 +108,7 @@ class Engine:
         model.move_buffers(device)
         programs = programs or Programs.of(model, options)
         self.compiler = programs.compiler
-        self._padding = padding_of(model, options)
+        self._cut = RowCutter(model=model, options=options, device=device)
         views = BlockViews(model=model, store=store, buffers=self.buffers)
         compute = BlockCompute.of(
             model,
@@ -153,7 +148,7 @@ class Engine:
             NonFiniteGradientError: without clipping, if a block's gradient is not finite.
         """
         self._require_usable()
-        batches = self._micro_batches(rows, training=True)
+        batches = self._cut(rows, training=True)
         weight = float(sum(row.weights[1:].sum(dtype=float) for row in rows))
         if weight <= 0:
             raise UserError(
@@ -239,7 +234,7 @@ class Engine:
 
     def evaluate(self, rows: Sequence[Row]) -> EvalSums:
         """Loss of `rows` with dropout off; pending updates are applied first."""
-        state = self._forward_only(self._micro_batches(rows, training=False))
+        state = self._forward_only(self._cut(rows, training=False))
         assert state.home_loss_sum is not None
         return EvalSums(
             loss_sum=float(state.home_loss_sum),
@@ -248,7 +243,7 @@ class Engine:
 
     def answer(self, queries: Sequence[Query]) -> list[Answer]:
         """Log-probabilities of the queries' targets with dropout off, in fp32; see `evaluate`."""
-        batches = self._micro_batches([query.row for query in queries], training=False)
+        batches = self._cut([query.row for query in queries], training=False)
         groups, targets = [], []
         for batch, following in zip(batches, [*batches[1:], None], strict=True):
             end = None if following is None else following.first_row
@@ -302,60 +297,6 @@ class Engine:
     def _require_usable(self) -> None:
         if self._unusable is not None:
             raise EngineUnusableError(f"this engine cannot go on: {self._unusable}")
-
-    def _micro_batches(self, rows: Sequence[Row], *, training: bool) -> list[MicroBatch]:
-        if not rows or any(len(row.input_ids) == 0 for row in rows):
-            raise UserError(
-                asked=f"a step over {len(rows)} rows",
-                found="no rows, or a row of zero tokens",
-                change="give at least one row, each with at least one token",
-            )
-        self._check_ids(rows)
-        self._check_packed(rows)
-        # Rows of a step with dropout run one by one: randomness is keyed by row.
-        alone = training and self.model.random
-        rows_per_micro, tokens_per_micro = split_of(self.options, len(rows), alone=alone)
-        groups = split_rows(
-            rows,
-            rows_per_micro=rows_per_micro,
-            tokens_per_micro=tokens_per_micro,
-            padding=self._padding,
-        )
-        batches, first = [], 0
-        for group in groups:
-            length = self._padding.length(max(len(row.input_ids) for row in group))
-            full = rows_per_micro if tokens_per_micro is None else tokens_per_micro // length
-            shape = self._padding.rows(len(group), full), length
-            batches.append(make_micro_batch(group, first, self.device, shape))
-            first += len(group)
-        return batches
-
-    def _check_ids(self, rows: Sequence[Row]) -> None:
-        vocab_size = self.model.vocab_size
-        highest = max(int(row.input_ids.max()) for row in rows)
-        lowest = min(int(row.input_ids.min()) for row in rows)
-        if lowest < 0 or highest >= vocab_size:
-            raise UserError(
-                asked=f"a step over {len(rows)} rows",
-                found=f"token ids from {lowest} to {highest}, a vocabulary of {vocab_size}",
-                change="use the model's own tokenizer",
-            )
-
-    def _check_packed(self, rows: Sequence[Row]) -> None:
-        packed = [(row, row.positions) for row in rows if row.positions is not None]
-        asked = f"a step over {len(rows)} rows, {len(packed)} of them packed"
-        if packed and self.model.packing is None:
-            raise UserError(
-                asked=asked,
-                found="a model of which it is not proved that it keeps the samples of a row apart",
-                change="load it with packing=True, or give rows of one sample",
-            )
-        if any(row.weights[1:][positions[1:] == 0].any() for row, positions in packed):
-            raise UserError(
-                asked=asked,
-                found="a weight on the first token of a sample, which nothing predicts",
-                change="set it to 0, as megatrain.data.packing.joined does",
-            )
 
     def _run(self, ops: list[Op], state: StepState, plan: StepPlan) -> None:
         if self.options.debug:
