@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from megatrain.engine import EngineOptions, Loss, check_options, step_plan
-from megatrain.engine.compute import Programs
 from megatrain.engine.device import DEVICE_RESERVE, free_device_bytes, limit_device_memory
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.kept_rates import run_disk_rates, stored_calibration
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
+from megatrain.engine.programs import Programs
+from megatrain.engine.rates import disk_rates
 from megatrain.errors import UserError
 from megatrain.layout import STATE, Purpose
 from megatrain.memory import DiskTier

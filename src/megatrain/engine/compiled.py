@@ -48,6 +48,9 @@ class Run:
 class Runner:
     """Runs functions as they are."""
 
+    atomic = True
+    """Whether a function of `passes` or `loss` that fails has added nothing to any sum."""
+
     def __call__(self, function: Function, run: Run, *args: Any) -> Any:
         """`function` of what is to be run, and of the arguments.
 
@@ -65,6 +68,8 @@ class Compiler(Runner):
     Args:
         backend: of torch.compile.
     """
+
+    atomic = False  # a program adds as soon as it can, and then allocates more
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -107,6 +112,8 @@ class Compiler(Runner):
             if self._count[kind] > MAX_PROGRAMS:
                 raise RuntimeError(f"it would need more than {MAX_PROGRAMS} programs")
             program = _compile(partial(function, run.shared), args, tensors, self.backend)
+        except torch.OutOfMemoryError:  # says nothing about what can be compiled
+            raise
         except UNCOMPILABLE as error:
             self._give_up(kind, error)
             return function(run.plain, *args)

@@ -17,14 +17,16 @@ from torch import Tensor
 from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
 from megatrain.engine.buffers import StepBuffers
-from megatrain.engine.compute import BlockCompute, Programs
+from megatrain.engine.compute import BlockCompute
 from megatrain.engine.lanes import Lanes, choose_lanes
 from megatrain.engine.loss import Loss, cross_entropy
 from megatrain.engine.microbatch import MicroBatch
 from megatrain.engine.options import EngineOptions, check_options, step_plan
+from megatrain.engine.programs import Programs
 from megatrain.engine.queries import Answer, Query, split_answers, targets_of
 from megatrain.engine.results import EvalSums, StepResult
 from megatrain.engine.routing import RouterWatch
+from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.rows import RowCutter
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
@@ -38,6 +40,7 @@ from megatrain.optim.host import threading_notice
 from megatrain.schedule import (
     Lane,
     Op,
+    OpKind,
     Span,
     StepPlan,
     build_evaluation,
@@ -50,6 +53,8 @@ from megatrain.schedule import (
     verify_waits,
     with_poison,
 )
+
+COMPUTES = (OpKind.FORWARD, OpKind.LOSS, OpKind.BACKWARD)
 
 
 class EngineUnusableError(RuntimeError):
@@ -102,6 +107,10 @@ class Engine:
         self._said: set[str] = set()
         self._pending: PendingUpdate | None = None
         self._unusable: str | None = None
+        self._updated: set[int] = set()
+        """Blocks whose pending update is done, in a step that has found no room."""
+        self.can_flush = True
+        """Whether the state is that after `steps_done` steps, once it is flushed."""
         self._lanes = lanes or choose_lanes(device, options.threads, disk=bool(store.on_disk))
         sizes = slot_sizes([block.layout for block in streamed], self.plan, gradient_dtype)
         self.buffers = StepBuffers(sizes, device=device)
@@ -216,8 +225,12 @@ class Engine:
         )
 
     def flush(self) -> None:
-        """Apply updates that wait.  Needed before masters, moments or weights are read."""
-        self._require_usable()
+        """Apply updates that wait.  Needed before masters, moments or weights are read.
+
+        Possible, while `can_flush`, even after a step for which the device had no room.
+        """
+        if not self.can_flush:
+            self._require_usable()
         if self._pending is None:
             return
         plan = replace(self.plan, pending=True)
@@ -228,9 +241,10 @@ class Engine:
             training=True,
             update=self._pending,
             before_update=self.before_update,
+            updated=self._updated,
         )
         self._run(build_flush(plan), state, plan)
-        self._pending = None
+        self._pending, self._updated = None, set()
 
     def evaluate(self, rows: Sequence[Row]) -> EvalSums:
         """Loss of `rows` with dropout off; pending updates are applied first."""
@@ -261,6 +275,7 @@ class Engine:
         self, batches: Sequence[MicroBatch], targets: Sequence[tuple[Tensor, Tensor]] = ()
     ) -> StepState:
         """Run the blocks forward; with targets their log-probabilities stand for the loss."""
+        self._require_usable()
         self.flush()
         plan = replace(self.plan, num_micro=len(batches))
         state = StepState(
@@ -279,7 +294,8 @@ class Engine:
         """What a user should hear of compilation and of this machine, each once."""
         notices = (threading_notice(), huge_page_notice(), self.store.disk_notice)
         of_slabs = (*self.store.slab.notices, *self.buffers.slab.notices)
-        of_machine = {text for text in (*notices, *of_slabs) if text}
+        seen = (*notices, *of_slabs, self._worker.compute.recovery.notice)
+        of_machine = {text for text in seen if text}
         new = sorted(of_machine - self._said)
         self._said |= of_machine
         return new + ([] if self.compiler is None else self.compiler.take_notices())
@@ -291,7 +307,7 @@ class Engine:
         """
         if self._unusable is None:
             self.flush()
-            self._unusable = "it was closed"
+            self._unusable, self.can_flush = "it was closed", False
         self.buffers.close()
 
     def _require_usable(self) -> None:
@@ -308,11 +324,17 @@ class Engine:
         try:
             self._lanes.run(ops, waits, partial(self._handle, state), self.spans)
         except BaseException as error:
+            self.can_flush = isinstance(error, DeviceMemoryError) and self._is_whole(state)
+            self._updated = state.updated
             self._unusable = (
                 f"a step failed with {type(error).__name__} and left some blocks updated and others"
                 " not; load the model again"
             )
             raise
+
+    def _is_whole(self, state: StepState) -> bool:
+        """Whether what has stopped left no update half-way, and has begun none of its own step."""
+        return state.updating == state.updated and (self.plan.clip or not state.updating)
 
     def _handle(self, state: StepState, op: Op) -> None:
         """One operation, whatever autocast or gradient mode the caller of the engine is in."""
@@ -321,4 +343,13 @@ class Engine:
             torch.enable_grad(),
             attention_choice(self.device) if op.lane is Lane.COMPUTE else nullcontext(),
         ):
-            self._worker.handle(state, op)
+            try:
+                self._worker.handle(state, op)
+                return
+            except torch.OutOfMemoryError as error:
+                found = str(error)  # no more: its traceback holds tensors
+        where = f"{op.kind} of {self.model.blocks[op.block].name}"
+        if op.kind in COMPUTES:
+            rows, length = state.micro_batches[op.micro].ids_BT.shape
+            where += f", micro-batch {op.micro} of {rows} x {length} tokens"
+        raise DeviceMemoryError.of(where, found)

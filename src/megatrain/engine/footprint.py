@@ -18,12 +18,15 @@ from torch import Tensor
 
 from megatrain.data import Row
 from megatrain.engine.attention import attention_choice
-from megatrain.engine.compute import BlockCompute, Programs
+from megatrain.engine.compute import BlockCompute
 from megatrain.engine.device import release_cached_memory
 from megatrain.engine.kept_rates import run_rates
 from megatrain.engine.loss import Loss
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch
 from megatrain.engine.options import EngineOptions, step_plan
+from megatrain.engine.programs import Programs
+from megatrain.engine.rates import measure_rates
+from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.state import StepState
 from megatrain.layout import BlockLayout, Purpose
 from megatrain.memory import segment_views
@@ -53,6 +56,9 @@ class _SharedViews:
         return self._views(block, Purpose.ACCUMULATOR)
 
     def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("nothing is spilled in a measurement")
+
+    def on_host(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         raise AssertionError("nothing is spilled in a measurement")
 
     def _views(self, block: int, purpose: Purpose) -> dict[str, Tensor]:
@@ -124,6 +130,7 @@ def measure_footprint(
         programs=programs,
         device=device,
         loss=loss,
+        recovers=False,
     )
     rows, length = shape
     batch = make_micro_batch([_row(model, length)] * rows, 0, device)
@@ -131,6 +138,13 @@ def measure_footprint(
         rates = run_rates(device, host_threads=options.host_threads)
         _one_pass(compute, batch, rates)
         found = _one_pass(compute, batch, rates)
+        rates = measure_rates(device, host_threads=options.host_threads)
+        try:
+            _one_pass(compute, batch, rates)
+            found = _one_pass(compute, batch, rates)
+        except torch.OutOfMemoryError as error:
+            what = f"one micro-batch of {rows} x {length} tokens, to measure it"
+            raise DeviceMemoryError.of(what, str(error)) from None
     del compute
     release_cached_memory(device)
     return found

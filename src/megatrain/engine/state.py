@@ -9,10 +9,28 @@ from torch import Tensor
 
 from megatrain.engine.microbatch import MicroBatch
 from megatrain.models import CarriedTensors, LayerCall
-from megatrain.models.passes import Leaves
+from megatrain.models.passes import Leaves, Written
 
-Saved = tuple[Leaves, tuple[Tensor, dict[str, Tensor]]]
-"""What a block computed from and what it computed, with the graph between them."""
+Saved = tuple[Leaves, Written | None]
+"""What a block computed from and what it computed, with the graph between them; None: given up, as
+the device has no room for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInputs:
+    """What one block and one micro-batch are computed from."""
+
+    x_BTD: Tensor
+    """On the host, if it was spilled and its slot is in use again."""
+    call: LayerCall | Tensor | None
+    """Of embed: positions of packed rows."""
+    carried: dict[str, Tensor]
+    differentiable: tuple[str, ...] = ()
+    """Keys of `carried` whose gradient is wanted."""
+    outgoing: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients of the output, under "", and of carried tensors; for backward."""
+    passes_on: bool = False
+    """Whether the gradient of the input is wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +71,8 @@ class StepState:
     """(block, micro-batch) -> form of an input that is on the host."""
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     """(block, micro-batch) -> its forward, ready to be run backward."""
+    kept: dict[int, LayerInputs] = field(default_factory=dict)
+    """Micro-batches that are in the sums of the block in backward, should these be needed again."""
     streams: dict[int, Tensor] = field(default_factory=dict)
     """micro-batch -> gradient of the output of the block that is next in backward."""
     carried: dict[int, CarriedTensors] = field(default_factory=lambda: defaultdict(CarriedTensors))
@@ -62,3 +82,14 @@ class StepState:
     home_loss_sum: Tensor | None = None
     loss_is_finite: bool = True
     nonfinite_blocks: list[int] = field(default_factory=list)
+    updating: set[int] = field(default_factory=set)
+    """Blocks whose update has begun."""
+    updated: set[int] = field(default_factory=set)
+    """Blocks whose update is done, and on the disk if they live there."""
+
+    def give_up_saved(self) -> bool:
+        """Let all graphs go; what they were made from stays.  Whether there were any."""
+        graphs = [place for place, (_, output) in self.saved.items() if output is not None]
+        for place in graphs:
+            self.saved[place] = (self.saved[place][0], None)
+        return bool(graphs)

@@ -29,6 +29,9 @@ class Views(Protocol):
     def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The slot of an input on its way to or from the host."""
 
+    def on_host(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The same input where it waits, as it is from its way there to the next step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockViews:
@@ -52,6 +55,11 @@ class BlockViews:
     def passing(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The slot of an input on its way to or from the host."""
         flat = self.buffers.passing[op.slot(Space.PASSING)]
+        return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def on_host(self, op: Op, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """An input where it waits on the host."""
+        flat = self.buffers.host_inputs[op.block, op.micro]
         return flat[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     def sums(self, op: Op, block: int) -> dict[str, Tensor]:

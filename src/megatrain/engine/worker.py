@@ -104,6 +104,7 @@ class Worker:
         if state.before_update is not None:
             state.before_update(op.block)
         self.disk.write(op.block, self.buffers.loaded[op.slot(Space.LOADED)], MOVED[op.kind])
+        state.updated.add(op.block)
 
     def _write_gradient(self, op: Op) -> None:
         gradient = self.buffers.home_gradients[op.slot(Space.HOME_GRADIENT)]
@@ -150,10 +151,11 @@ class Worker:
     def _update(self, state: StepState, op: Op) -> None:
         assert state.update is not None
         block = op.block
-        if not self._updates(state, block):
+        if not self._updates(state, block) or block in state.updated:
             return
         if state.before_update is not None and block not in self.store.on_disk:
             state.before_update(block)
+        state.updating.add(block)
         self.store.adam_steps[block] += 1
         layout = self.views.layout(block)
         flat = self._state(op)
@@ -175,6 +177,8 @@ class Worker:
                 ),
                 self._hyper(state.update, block, layout.segments[index].decayed),
             )
+        if block not in self.store.on_disk:
+            state.updated.add(block)
 
     def _hyper(self, update: PendingUpdate, block: int, decayed: bool) -> AdamWHyper:
         return AdamWHyper(

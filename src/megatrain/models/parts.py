@@ -36,6 +36,7 @@ from megatrain.models.halves import (
     leaf_name,
     trace_halves,
 )
+from megatrain.models.passes import Written
 from megatrain.models.probe import stand_in_params
 from megatrain.models.recorder import LayerCall
 from megatrain.models.stages import FIRST_EXPERT, ExpertRange, Stage
@@ -53,7 +54,6 @@ PROBE_TOKENS = 4
 CHANGE = "leave expert_parts out, or report this model type so that it can be added"
 
 Tensors = Mapping[str, Tensor]
-Written = tuple[Tensor, dict[str, Tensor]]
 
 
 def carried_key(position: int) -> str:

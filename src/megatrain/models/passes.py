@@ -14,21 +14,21 @@ import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
+Written = tuple[Tensor, dict[str, Tensor]]
+"""A block's output, and the carried tensors that it writes."""
+Gradients = tuple[Tensor | None, dict[str, Tensor | None]]
+"""Of a block's input (None unless wanted), and of the carried tensors that it reads."""
 
 
 class Run(Protocol):
     """A block's forward: `BlockModel.layer` without the index, or `BlockModel.embedding`."""
 
-    def __call__(
-        self, tensors: Tensors, x_BTD: Tensor, call: Any, carried: Tensors, /
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tensors: Tensors, x_BTD: Tensor, call: Any, carried: Tensors, /) -> Written:
         """The block's output and the carried tensors that it writes."""
 
 
 @torch.no_grad()
-def forward(
-    run: Run, tensors: Tensors, x_BTD: Tensor, call: Any, carried: Tensors
-) -> tuple[Tensor, dict[str, Tensor]]:
+def forward(run: Run, tensors: Tensors, x_BTD: Tensor, call: Any, carried: Tensors) -> Written:
     """A block's output, and the carried tensors that it writes."""
     return run(tensors, x_BTD, call, carried)
 
@@ -36,7 +36,7 @@ def forward(
 @torch.enable_grad()
 def forward_with_graph(
     run: Run, tensors: Tensors, x_BTD: Tensor, call: Any, carried: Tensors
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> Written:
     """As `forward`, of autograd leaves, so that `pull` can follow."""
     return run(tensors, x_BTD, call, carried)
 
@@ -79,11 +79,13 @@ def as_leaves(
 
 def pull(
     leaves: Leaves,
-    output: tuple[Tensor, dict[str, Tensor]],
+    output: Written,
     outgoing: Tensors,
     sums: Tensors,
-) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+) -> Gradients:
     """Run a block's graph backward and add to the fp32 sums of its parameters' gradients.
+
+    Nothing is added before all gradients are there: one that fails has changed nothing.
 
     Args:
         leaves: what the block computed from.
@@ -127,7 +129,7 @@ def backward(
     outgoing: Tensors,
     sums: Tensors,
     passes_on: bool,
-) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+) -> Gradients:
     """Recompute a block, run it backward, add to the sums: see `as_leaves` and `pull`.
 
     Args:

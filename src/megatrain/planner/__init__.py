@@ -10,6 +10,8 @@ from megatrain.planner.disk import (
 )
 from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
 from megatrain.planner.host import HostMemory, available_host_bytes, host_memory, more_than_there_is
+from megatrain.planner.fit import MemoryNeed, by_purpose, check_fits, memory_need
+from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
 from megatrain.planner.inference import resident_weights
 from megatrain.planner.offload import NOTHING_ASKED, Offload, read_offload
 from megatrain.planner.placement import Placement, PlacementRule
@@ -24,6 +26,7 @@ __all__ = [
     "PlacementRule",
     "available_host_bytes",
     "blocks_on_disk",
+    "by_purpose",
     "check_disk",
     "check_fits",
     "disk_use",

@@ -3,7 +3,7 @@
 The slabs and slots are counted to the byte from the layouts; activations are not counted here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatrain.errors import UserError
@@ -31,8 +31,13 @@ class MemoryNeed:
 
     def table(self) -> str:
         """The host's purposes in one line, largest first."""
-        parts = sorted(self.host.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
+        return by_purpose(self.host)
+
+
+def by_purpose(purposes: Mapping[str, int]) -> str:
+    """Bytes by purpose in one line, largest first."""
+    parts = sorted(purposes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts if nbytes)
 
 
 def memory_need(

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,10 +10,13 @@ from megatrain.config import TrainConfig
 from megatrain.engine import Engine, StepResult
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.meter import clock_report, memory_in_use
+from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.errors import UserError
 from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows
 from megatrain.monitor import StallWatch, Watchdog
-from megatrain.trainer.memory import WARM_STEPS, beyond_plan
+from megatrain.placing import RunPlan
+from megatrain.planner import by_purpose
+from megatrain.trainer.memory import WARM_STEPS, beyond_plan, planned_memory
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
@@ -38,8 +40,7 @@ class Loop:
     saver: Saver
     requests: Requests
     report: Reporter
-    planned_memory: Mapping[str, int]
-    """Bytes, to compare with what the run takes."""
+    plan: RunPlan
     result: EvalResult | None = None
     """Of the last evaluation."""
     stopped_by: signal.Signals | None = None
@@ -65,8 +66,13 @@ class Loop:
         Raises:
             UserError: if it makes no sense to go on; there is a checkpoint then.
         """
-        with self._stall:
-            self.steps()
+        try:
+            with self._stall:
+                self.steps()
+            return
+        except DeviceMemoryError as error:
+            failed = error.with_traceback(None)  # which holds tensors
+        raise self._out_of_memory(failed)
 
     def steps(self) -> None:
         """The loop itself."""
@@ -132,7 +138,8 @@ class Loop:
         self.report.step(done)
         warnings = self._watchdog.look(self.progress.step, loss=done.loss, seconds=seconds)
         if self.progress.step - self._first == WARM_STEPS:
-            warnings += beyond_plan(self.planned_memory, memory_in_use(self.run.device))
+            planned = planned_memory(self.plan)
+            warnings += beyond_plan(planned, memory_in_use(self.run.device))
         for notice in (*self.engine.take_notices(), *warnings):
             self.report.note(notice)
 
@@ -182,6 +189,16 @@ class Loop:
         if not self.ended and step < total:
             self.ended = why
             self.report.note(f"the run ends after step {step} of {total}: {why}")
+
+    def _out_of_memory(self, failed: DeviceMemoryError) -> UserError:
+        """Of a step or an evaluation; what is whole is saved first."""
+        placement = self.plan.placement
+        planned = "" if placement is None else f" (the plan: {by_purpose(placement.device)})"
+        return UserError(
+            asked=f"after step {self.progress.step}, {failed.asked}",
+            found=failed.found + planned,
+            change=f"{failed.change}; {self.saver.rescue(self.progress)}",
+        )
 
     def _lost(self) -> UserError | None:
         """Why it makes no sense to go on, if it does not."""

@@ -89,7 +89,7 @@ class Saver:
         report: Reporter,
     ) -> None:
         self._config, self._run, self._writer, self._engine = config, run, writer, engine
-        self._report = report
+        self._report, self._output = report, Path(config.output_dir)
         self.rhythm = Rhythms.of(config, run).save
         self._snapshot: Snapshot | None = None
         self._step = -1
@@ -175,7 +175,7 @@ class Saver:
             rows_per_step=run.sampler.rows_per_step,
             data_digest=run.data.digest,
             config=config.model_dump(),
-            trainer_state=progress.trainer_state(config, run, Path(config.output_dir)),
+            trainer_state=progress.trainer_state(config, run, self._output),
             counters=progress.counters(),
             versions={"megatrain": __version__, "torch": torch.__version__},
         )
@@ -209,16 +209,26 @@ class Saver:
         if self._saves_at(number):
             self.save(progress)
         self.wait()
-        found = checkpoints(Path(self._config.output_dir))
+        self._report.note(f"stopped by {number.name} after step {progress.step}; {self._way_on()}")
+
+    def rescue(self, progress: Progress) -> str:
+        """After a step that failed: save what it left, if that is the state before it.
+
+        Returns:
+            From where the run can go on, in words.
+        """
+        self.wait()
+        if progress.step not in (0, *checkpoints(self._output)) and self._engine.can_flush:
+            self.save(progress)
+            self.wait()
+        return self._way_on()
+
+    def _way_on(self) -> str:
+        found = checkpoints(self._output)
         last = None if self._config.save_only_model else max(found, default=None)
-        self._report.note(
-            f"stopped by {number.name} after step {progress.step}; "
-            + (
-                "there is no checkpoint to go on from"
-                if last is None
-                else f"go on from checkpoint-{last} with resume_from_checkpoint: auto"
-            )
-        )
+        if last is None:
+            return "there is no checkpoint to go on from"
+        return f"go on from checkpoint-{last} with resume_from_checkpoint: auto"
 
     def _saves_at(self, number: signal.Signals) -> bool:
         chosen = self._config.save_on_signal

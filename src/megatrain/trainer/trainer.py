@@ -33,7 +33,6 @@ from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
 from megatrain.trainer.dataset import Records, config_of
 from megatrain.trainer.loop import Loop
-from megatrain.trainer.memory import planned_memory
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
 from megatrain.trainer.progress import Progress
@@ -171,7 +170,7 @@ class Trainer:
                         saver=saver,
                         requests=requests,
                         report=report,
-                        planned_memory=planned_memory(plan),
+                        plan=plan,
                     )
                     loop.run_to_the_end()
                 self._finish(loop, store)
