@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatrain.engine import EngineOptions, cross_entropy
-from megatrain.engine.compute import Programs
 from megatrain.engine.footprint import measure_footprint
+from megatrain.engine.programs import Programs
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.packing import Packing
 from tests.numerics.harness import ADAMW, Reference, assert_close, gradients_of, make_rows

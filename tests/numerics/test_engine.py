@@ -248,14 +248,14 @@ def test_a_non_finite_norm_skips_the_whole_update() -> None:
     engine.step(STEPS[0], learning_rate=LEARNING_RATE)
     before = engine_state(engine, Purpose.WEIGHT)
     counts = list(engine.store.adam_steps)
-    compute = engine._worker.compute
-    good = compute.loss_function
-    object.__setattr__(compute, "loss_function", lambda *a: good(*a) * math.inf)
+    head = engine._worker.compute.head
+    good = head.loss_function
+    object.__setattr__(head, "loss_function", lambda *a: good(*a) * math.inf)
     result = engine.step(STEPS[1], learning_rate=LEARNING_RATE)
     assert result.skipped and engine.skipped_steps == 1
     assert same_bits(engine_state(engine, Purpose.WEIGHT), before)
     assert engine.store.adam_steps == counts
-    object.__setattr__(compute, "loss_function", good)
+    object.__setattr__(head, "loss_function", good)
     assert not engine.step(STEPS[2], learning_rate=LEARNING_RATE).skipped
     engine.flush()
     assert engine.store.adam_steps[0] == counts[0] + 1

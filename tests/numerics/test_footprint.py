@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatrain.engine import Engine, EngineOptions, cross_entropy
-from megatrain.engine.compute import Programs
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.options import largest_shape
+from megatrain.engine.programs import Programs
 from megatrain.memory import BlockStore
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.initialise import init_block_weights

@@ -13,10 +13,10 @@ from transformers import AutoConfig, Phi3Config
 from megatrain.data import Row
 from megatrain.data.packing import best_fit, joined
 from megatrain.engine import Engine, EngineOptions, cross_entropy
-from megatrain.engine.compute import Programs
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.microbatch import NO_LABEL, make_micro_batch
 from megatrain.engine.options import padding_of
+from megatrain.engine.programs import Programs
 from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.models import build_on_meta, split_model

@@ -61,7 +61,7 @@ def test_no_step_has_a_larger_micro_batch_than_is_measured(
     )
     engine = make_engine(config, dict(reference_model(config).named_parameters()), options=options)
     options = with_tokens_of_a_step(engine.model, options, num_rows=7, longest=12)
-    engine.options = options
+    engine._cut = replace(engine._cut, options=options)
     rows, length, num_micro = largest_shape(engine.model, options, num_rows=7, longest=12)
     for seed in range(20):
         batches = engine._cut(make_rows(7, seed), training=True)
