@@ -16,11 +16,10 @@ from tests.numerics.test_out_of_memory import OPTIONS, Small
 from .matrix import LEARNING_RATE, TOLERANCE
 from .tiny import tiny_configs
 
-# What layers are given beside their input: something of their own, a router's
-# state, a choice of tokens, positions for all rows, states of recurrences.
+# What layers are given beside their input: something of their own, a router's state, a choice of
+# tokens, positions for all rows; and recurrences.
 TYPES = (
     "gemma4_text",
-    "zamba2",
     "zaya",
     "hy_v4",
     "glm_moe_dsa",
