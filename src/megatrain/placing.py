@@ -15,7 +15,6 @@ from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.kept_rates import run_disk_rates, stored_calibration
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.engine.programs import Programs
-from megatrain.engine.rates import disk_rates
 from megatrain.errors import UserError
 from megatrain.layout import STATE, Purpose
 from megatrain.memory import DiskTier

@@ -24,9 +24,9 @@ from megatrain.engine.microbatch import MicroBatch
 from megatrain.engine.options import EngineOptions, check_options, step_plan
 from megatrain.engine.programs import Programs
 from megatrain.engine.queries import Answer, Query, split_answers, targets_of
+from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.results import EvalSums, StepResult
 from megatrain.engine.routing import RouterWatch
-from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.rows import RowCutter
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
@@ -120,13 +120,7 @@ class Engine:
         self._cut = RowCutter(model=model, options=options, device=device)
         views = BlockViews(model=model, store=store, buffers=self.buffers)
         compute = BlockCompute.of(
-            model,
-            options,
-            plan=self.plan,
-            views=views,
-            programs=programs,
-            device=device,
-            loss=loss,
+            model, options, plan=self.plan, views=views, programs=programs, device=device, loss=loss
         )
         self._routers = RouterWatch(
             model=model, views=views, runner=programs.runner, device=device, seed=options.seed

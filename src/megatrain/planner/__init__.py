@@ -8,10 +8,8 @@ from megatrain.planner.disk import (
     tier_for,
     with_disk,
 )
-from megatrain.planner.fit import MemoryNeed, check_fits, memory_need
-from megatrain.planner.host import HostMemory, available_host_bytes, host_memory, more_than_there_is
 from megatrain.planner.fit import MemoryNeed, by_purpose, check_fits, memory_need
-from megatrain.planner.host import HostMemory, available_host_bytes, host_memory
+from megatrain.planner.host import HostMemory, available_host_bytes, host_memory, more_than_there_is
 from megatrain.planner.inference import resident_weights
 from megatrain.planner.offload import NOTHING_ASKED, Offload, read_offload
 from megatrain.planner.placement import Placement, PlacementRule
