@@ -52,6 +52,7 @@ def test_python_in_the_quickstart_runs(workspace: Path) -> None:
         exec(code, names)
     assert "model" in names
     assert Path("runs/rows/model.safetensors").is_file()
+    assert Path("runs/smoothed/model.safetensors").is_file()
 
 
 def test_what_the_recipes_show_runs(workspace: Path) -> None:

@@ -4,7 +4,7 @@ The reference is Hugging Face's model, `torch.optim.AdamW` and `clip_grad_norm_`
 micro-batch with gradients summed.  Names ending in T are tensors by parameter name.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,6 +129,11 @@ class ReferenceStep:
     """After clipping."""
 
 
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum()
+
+
 class Reference:
     """Plain PyTorch training of a whole model."""
 
@@ -140,8 +145,11 @@ class Reference:
         max_grad_norm: float,
         rows_per_micro: int | None,
         frozen: Collection[str] = (),
+        loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> None:
+        """`loss` of logits (B, T, V), labels (B, T), weights (B, T) replaces cross-entropy."""
         self.model, self.max_grad_norm, self.rows_per_micro = model, max_grad_norm, rows_per_micro
+        self.loss = loss or weighted_cross_entropy
         patterns = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
         decayed = set(get_parameter_names(model, [nn.LayerNorm], patterns))
         for name, param in model.named_parameters():
@@ -175,10 +183,7 @@ class Reference:
             logits = self.model(
                 input_ids=batch.ids_BT, attention_mask=mask, use_cache=False
             ).logits.float()
-            losses = F.cross_entropy(
-                logits.flatten(0, 1), batch.labels_BT.flatten(), reduction="none"
-            )
-            loss = (losses * batch.weights_BT.flatten()).sum()
+            loss = self.loss(logits, batch.labels_BT, batch.weights_BT)
             (loss / total).backward()
             loss_sum += float(loss.detach())
         trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -46,6 +46,8 @@ class TrainingState:
     versions: dict[str, str]
     counters: dict[str, Any] = field(default_factory=dict)
     """What the training loop counts; a checkpoint may lack it."""
+    loss: str | None = None
+    """Qualified name of what was minimised; None where it was not written down."""
 
 
 def write_manifest(disk: Disk, folder: Path, records: Mapping[str, FileRecord]) -> None:

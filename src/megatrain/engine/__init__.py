@@ -3,7 +3,7 @@
 from megatrain.engine.device import choose_device, free_device_bytes
 from megatrain.engine.engine import Engine
 from megatrain.engine.layer_stream import LayerStream
-from megatrain.engine.loss import Loss, cross_entropy
+from megatrain.engine.loss import Loss, check_loss, cross_entropy, loss_name
 from megatrain.engine.options import EngineOptions, check_options, step_plan
 from megatrain.engine.queries import Answer, Query
 from megatrain.engine.results import EvalSums, StepResult
@@ -19,9 +19,11 @@ __all__ = [
     "Query",
     "Routing",
     "StepResult",
+    "check_loss",
     "check_options",
     "choose_device",
     "cross_entropy",
     "free_device_bytes",
+    "loss_name",
     "step_plan",
 ]

@@ -96,6 +96,7 @@ class Engine:
         streamed = [block for block in model.blocks if block.kind is not BlockKind.UNUSED]
         gradient_dtype = check_options(model, options)
         self.model, self.store, self.options, self.device = model, store, options, device
+        self.loss = loss
         self.plan = step_plan(model, options, resident=store.resident, on_disk=store.on_disk)
         self.steps_done = 0
         self.skipped_steps = 0

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatrain.data import Row
-from megatrain.engine import Engine
+from megatrain.engine import Engine, cross_entropy
 
 MICRO_BATCHES_A_PASS = 8
 """Weights that are streamed serve so many batches before they are fetched again."""
@@ -19,25 +19,30 @@ class EvalResult:
     """What a data set costs a model."""
 
     loss_sum: float
-    """Nats of all targets, each with its weight."""
+    """Of all targets, each with its weight; nats, if it is a cross-entropy."""
     supervised_tokens: float
     """Sum of the weights of all targets."""
     supervised_bytes: float | None = None
     """UTF-8 bytes of their text, with the same weights; None where they are not known."""
+    is_cross_entropy: bool = True
+    """Of any other loss there is no perplexity."""
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Of a token."""
         return self.loss_sum / self.supervised_tokens
 
     @property
-    def perplexity(self) -> float:
+    def perplexity(self) -> float | None:
+        """None for a loss that is no cross-entropy."""
+        if not self.is_cross_entropy:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
         """Comparable between tokenizers, which the loss of a token is not."""
-        if not self.supervised_bytes:
+        if not self.supervised_bytes or not self.is_cross_entropy:
             return None
         return self.loss_sum / math.log(2) / self.supervised_bytes
 
@@ -48,7 +53,7 @@ def evaluate_rows(
     """The loss of rows, at least one of which supervises a token.
 
     Args:
-        engine: pending updates are applied first.
+        engine: pending updates are applied first; the loss is its own.
         rows: the held-out rows.
         batch_size: rows of one pass through the blocks.
         supervised_bytes: of the rows' targets, if they are known.
@@ -61,7 +66,10 @@ def evaluate_rows(
         weight_sum += sums.weight_sum
     assert weight_sum > 0
     return EvalResult(
-        loss_sum=loss_sum, supervised_tokens=weight_sum, supervised_bytes=supervised_bytes
+        loss_sum=loss_sum,
+        supervised_tokens=weight_sum,
+        supervised_bytes=supervised_bytes,
+        is_cross_entropy=engine.loss is cross_entropy,
     )
 
 
@@ -73,4 +81,5 @@ def total(results: Iterable[EvalResult]) -> EvalResult:
         loss_sum=math.fsum(result.loss_sum for result in every),
         supervised_tokens=math.fsum(result.supervised_tokens for result in every),
         supervised_bytes=None if None in nbytes else math.fsum(n for n in nbytes if n is not None),
+        is_cross_entropy=all(result.is_cross_entropy for result in every),
     )

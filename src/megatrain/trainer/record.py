@@ -40,12 +40,15 @@ class RunRecord:
             self._earlier = json.loads(self._path.read_text(encoding="utf-8"))["sessions"]
         self._entry: dict[str, Any] = {}
 
-    def begin(self, config: TrainConfig, run: PreparedRun, plan: RunPlan, *, step: int) -> None:
-        """What is known before the first step."""
+    def begin(
+        self, config: TrainConfig, run: PreparedRun, plan: RunPlan, *, loss: str, step: int
+    ) -> None:
+        """What is known before the first step; the loss by its name."""
         self._entry = {
             "began": _now(),
             "from_step": step,
             "config": config.model_dump(),
+            "loss": loss,
             "versions": {"megatrain": __version__, "python": platform.python_version()}
             | library_versions(),
             "hardware": _hardware(run.device),

@@ -96,18 +96,17 @@ class Reporter:
         """The row of an evaluation that took so long."""
         self.throughput.leave_out(seconds)
         step, count = self.progress.step, len(self.run.data.eval_rows)
-        figures = {
-            "epoch": self._epoch(),
-            "eval_loss": result.loss,
-            "eval_perplexity": result.perplexity,
+        figures = {"epoch": self._epoch(), "eval_loss": result.loss}
+        words = f"held-out after step {step}: loss {result.loss:.4f}"
+        if result.perplexity is not None:
+            figures["eval_perplexity"] = result.perplexity
+            words += f", perplexity {result.perplexity:.3f}"
+        figures |= {
             "eval_runtime": round(seconds, 4),
             "eval_samples_per_second": round(count / seconds, 3),
         }
         self.row({"step": step} | figures)
-        self.note(
-            f"held-out after step {step}: loss {result.loss:.4f},"
-            f" perplexity {result.perplexity:.3f}"
-        )
+        self.note(words)
         self.callbacks.fire("on_evaluate", metrics=figures)
 
     def _epoch(self) -> float:

@@ -87,8 +87,16 @@ def may_resume(config: TrainConfig) -> bool:
     return found
 
 
-def resume(config: TrainConfig, run: PreparedRun, note: Callable[[str], None]) -> Resumption | None:
+def resume(
+    config: TrainConfig, run: PreparedRun, *, loss: str, note: Callable[[str], None]
+) -> Resumption | None:
     """Find the checkpoint, verify every file of it, and compare it with the run.
+
+    Args:
+        config: of the run.
+        run: the same, prepared.
+        loss: name of what it minimises.
+        note: told what has changed.
 
     Raises:
         UserError: if it is damaged, or the run would be another one.
@@ -104,6 +112,8 @@ def resume(config: TrainConfig, run: PreparedRun, note: Callable[[str], None]) -
     if folder is None:
         return None
     state = read_state(folder)
+    if state.loss not in (None, loss):
+        note(f"changed since {folder.name}: loss: {loss}, was {state.loss}")
     _check_same_run(folder, state, config, run, note)
     note(f"going on from {folder} after step {state.step}")
     return Resumption(folder=folder, state=state)

@@ -21,7 +21,7 @@ from megatrain.checkpoint import (
     join_steps,
 )
 from megatrain.config import TrainConfig
-from megatrain.engine import Engine
+from megatrain.engine import Engine, loss_name
 from megatrain.errors import UserError
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
@@ -178,6 +178,7 @@ class Saver:
             trainer_state=progress.trainer_state(config, run, self._output),
             counters=progress.counters(),
             versions={"megatrain": __version__, "torch": torch.__version__},
+            loss=loss_name(engine.loss),
         )
 
     def wait(self) -> None:

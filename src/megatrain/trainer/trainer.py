@@ -9,8 +9,9 @@ import torch
 
 from megatrain.checkpoint import Disk
 from megatrain.config import TrainConfig
-from megatrain.engine import Engine, Loss, cross_entropy
+from megatrain.engine import Engine, Loss, check_loss, cross_entropy, loss_name
 from megatrain.engine.meter import matmul_flops_per_s
+from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
@@ -54,7 +55,7 @@ class Trainer:
             datasets.Dataset, any iterable.
         eval_dataset: the same, held out.
         callbacks: of transformers, objects or classes; see docs/monitoring.md.
-        loss: a loss of your own; see `megatrain.engine.loss.Loss`.
+        loss: a loss of your own; see docs/quickstart.md and `megatrain.engine.loss.Loss`.
         quiet: print nothing.
         disk: where checkpoints go; the real one by default.
         keys: of the config, over those in args.
@@ -80,15 +81,19 @@ class Trainer:
         given = check_callbacks(callbacks)
         check_run(**config.paths())
         check_installed(config.report_to)
+        _check_metric(config, loss)
         self.config, self.loss, self.quiet = config, loss, quiet
         resumes = may_resume(config)
         self.run = run = prepare_run(config, fetch_weights=not resumes)
         self.model, self.tokenizer = run.blocks.model, run.tokenizer
+        check_loss(loss, self.model.vocab_size, DTYPES[run.compute_dtype], run.device)
         self.notes: list[str] = [*notices, *run.data.notes]
         self.output = OutputDirectory(Path(config.output_dir).resolve(), disk or Disk())
         if config.trace is not None:
             claim_file("trace", Path(config.trace))
-        self.resumed = resume(config, run, self.notes.append) if resumes else None
+        self.resumed = None
+        if resumes:
+            self.resumed = resume(config, run, loss=loss_name(loss), note=self.notes.append)
         self.progress = Progress()
         if self.resumed is not None:
             self.progress = Progress.after(self.resumed.state)
@@ -154,7 +159,7 @@ class Trainer:
             for notice in engine.take_notices():  # such as of page-locking that was refused
                 report.note(notice)
             record = RunRecord(output.path, continues=self.continues, note=report.note)
-            record.begin(config, run, plan, step=self.progress.step)
+            record.begin(config, run, plan, loss=loss_name(self.loss), step=self.progress.step)
             if self.continues:
                 output.go_back_to(self.progress.step, report.note)
             elif config.overwrite_output_dir:
@@ -249,6 +254,7 @@ class Trainer:
             _mixture_in_words(data.parts) if data.order is not None else "",
             run.sampler.in_words(),
             saver.in_words(),
+            "" if self.loss is cross_entropy else f"loss: {loss_name(self.loss)}; no perplexity",
             run.blocks.grown,
             parts_in_words(self.model),
             "" if can_plot() else f"no {PICTURE} at the end: pip install 'megatrain[plot]'",
@@ -279,6 +285,15 @@ class Trainer:
         if report.unexpected:
             note(f"in the checkpoint, not in the model: {', '.join(report.unexpected)}")
         return store
+
+
+def _check_metric(config: TrainConfig, loss: Loss) -> None:
+    if loss is not cross_entropy and "perplexity" in (config.metric_for_best_model or ""):
+        raise UserError(
+            asked=f"metric_for_best_model: {config.metric_for_best_model}",
+            found=f"a loss that has none ({loss_name(loss)})",
+            change="leave it out: the best is then that of the lowest held-out loss",
+        )
 
 
 def _mixture_in_words(parts: Mapping[str, Mapping[str, float]]) -> str:
