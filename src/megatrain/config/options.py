@@ -150,6 +150,7 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
             raise ValueError("attn_implementation stands in config_overrides too: keep one")
         if twice := set(self.add_tokens) & set(self.add_special_tokens):
             raise ValueError(f"in add_tokens and add_special_tokens: {', '.join(sorted(twice))}")
+        self.check_schedule()
         self.check_watching(has_eval_data=any(getattr(self, key) for key in HELD_OUT))
         if self.load_best_model_at_end and not self._saves_where_it_evaluates():
             raise ValueError(
