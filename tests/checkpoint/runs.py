@@ -41,6 +41,10 @@ MEASURED = frozenset(
         "seconds_left",
         "eval_runtime",
         "eval_samples_per_second",
+        "eval_steps_per_second",
+        "train_runtime",
+        "train_samples_per_second",
+        "train_steps_per_second",
     }
 )
 """Figures of a row that are about this machine at this moment: no two runs share them."""

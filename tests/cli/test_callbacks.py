@@ -32,14 +32,22 @@ THEIRS_ALONE = {
     "on_predict",
     "on_push_begin",
 }
+SUMMARY = {
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "train_loss",
+    "total_flos",
+}
 SAME = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "logging_steps": 4}
 
 
 class Recorder(TrainerCallback):
-    """Writes down every event and the step that it came at."""
+    """Writes down every event and the step that it came at, and every row."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
+        self.rows: list[dict[str, Any]] = []
         self.states: dict[int, dict[str, Any]] = {}
 
     def __getattribute__(self, name: str) -> Any:
@@ -47,18 +55,16 @@ class Recorder(TrainerCallback):
             return super().__getattribute__(name)
 
         def record(args: Any, state: TrainerState, control: Any, **given: Any) -> None:
-            if "train_runtime" in given.get("logs", {}):  # a summary that only theirs has
-                return
             self.events.append((name, state.global_step))
+            if name == "on_log":
+                self.rows.append({"step": state.global_step} | given["logs"])
+                assert state.log_history[-1] == self.rows[-1]
             if name == "on_save":
                 folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
                 self.states[state.global_step] = json.loads(
                     (folder / "trainer_state.json").read_text()
                 )
-                assert {**vars(state), "log_history": []} == {
-                    **self.states[state.global_step],
-                    "log_history": [],
-                }
+                assert vars(state) == self.states[state.global_step]
 
         return record
 
@@ -87,8 +93,8 @@ class Wishing(TrainerCallback):
         self._wish("on_save", state, control)
 
 
-def their_events(made: Any) -> list[tuple[str, int]]:
-    """Of transformers' Trainer on the same rows, in the same rhythm."""
+def of_theirs(made: Any) -> Recorder:
+    """What transformers' Trainer tells on the same rows, in the same rhythm."""
     recorder = Recorder()
 
     def tensors(rows: Any) -> list[dict[str, Any]]:
@@ -105,6 +111,7 @@ def their_events(made: Any) -> list[tuple[str, int]]:
         per_device_train_batch_size=4,
         max_steps=8,
         save_steps=3,
+        learning_rate=1e-3,
         use_cpu=True,
         disable_tqdm=True,
         dataloader_pin_memory=False,
@@ -119,20 +126,27 @@ def their_events(made: Any) -> list[tuple[str, int]]:
         eval_dataset=tensors(made.run.data.eval_rows),
         callbacks=[recorder],
     ).train()
-    return recorder.events
+    return recorder
 
 
-def test_events_come_in_the_order_of_transformers(workspace: Path) -> None:
+def test_events_and_rows_are_those_of_transformers_in_its_order(workspace: Path) -> None:
     recorder = Recorder()
     made = trainer(eval_split=4, save_steps=3, **SAME)
     made.add_callback(recorder)
     made.callbacks.fire("on_init_end")
     made.train()
-    ours, theirs = (
-        [event for event in events if event[0] != "on_save"]
-        for events in (recorder.events, their_events(made))
+    theirs = of_theirs(made)
+    ours_then, theirs_then = (
+        [event for event in each.events if event[0] != "on_save"] for each in (recorder, theirs)
     )
-    assert ours == theirs
+    assert ours_then == theirs_then
+    assert len(recorder.rows) == len(theirs.rows) == 8
+    names = {name for row in theirs.rows for name in row}
+    for row, of_theirs_ in zip(recorder.rows, theirs.rows, strict=True):
+        assert names & set(row) == set(of_theirs_)
+        for name in ("step", "epoch", "learning_rate"):
+            assert row.get(name) == pytest.approx(of_theirs_.get(name), abs=1e-12)
+    assert set(theirs.rows[-1]) == SUMMARY | {"step", "epoch"}
     saved = [step for name, step in recorder.events if name == "on_save"]
     assert saved == [3, 6, 8] == sorted(recorder.states)
     assert [len(recorder.states[step]["log_history"]) for step in saved] == [2, 5, 7]

@@ -60,10 +60,11 @@ def test_rows_arrive_under_their_names(
     monkeypatch.setitem(sys.modules, name, fake)
     train(report_to=name, run_name="first")
     assert fake.started["name"] == "first" and fake.started["config"]["max_steps"] == 3
-    assert [step for step, _ in fake.rows] == [0, 1, 2, 3, 3]
+    assert [step for step, _ in fake.rows] == [0, 1, 2, 3, 3, 3]
     assert set(fake.rows[0][1]) >= {"eval/loss", "eval/perplexity", "eval/runtime"}
     assert {"train/loss", "train/grad_norm", "train/learning_rate"} <= set(fake.rows[1][1])
     assert fake.rows[1][1]["train/loss"] == log_of("out")[1]["loss"]
+    assert fake.rows[-1][1]["train/train_loss"] == log_of("out")[-1]["train_loss"]
     assert fake.finished
 
 

@@ -97,14 +97,19 @@ def test_a_terminal_has_a_display_that_stays(monkeypatch: pytest.MonkeyPatch) ->
 def test_rates_are_of_training_alone_and_since_the_row_before() -> None:
     now = [100.0]
     of = Throughput(10, flops_per_token=6e9, matmul_flops_per_s=1e12, clock=lambda: now[0])
-    of.add(50)
+    of.add(50, rows=4)
     now[0] += 7.0
     of.leave_out(2.0)
     assert of.figures() == {"tokens_per_second": 10.0, "tflops_6n": 0.06, "mfu_6n": 0.06}
-    of.add(30)
+    of.add(30, rows=2)
     now[0] += 1.0
     assert of.figures() == {"tokens_per_second": 30.0, "tflops_6n": 0.18, "mfu_6n": 0.18}
     assert of.seconds_left(14, 20) == pytest.approx(8.0 / 4 * 6)
+    assert of.totals() == {
+        "train_runtime": 8.0,
+        "train_samples_per_second": 0.75,
+        "train_steps_per_second": 0.25,
+    }
 
 
 def test_what_is_not_known_of_the_machine_is_no_figure() -> None:

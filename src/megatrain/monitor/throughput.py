@@ -25,11 +25,13 @@ class Throughput:
         self._first, self._clock = first, clock
         self._flops_per_token, self._matmul = flops_per_token, matmul_flops_per_s
         self._began = self._since = clock()
-        self._tokens = 0
+        self._tokens = self._rows = self._steps = 0
 
-    def add(self, tokens: int) -> None:
-        """Tokens of a step, padding left out."""
+    def add(self, tokens: int, *, rows: int) -> None:
+        """A step: its tokens, padding left out, and its rows."""
         self._tokens += tokens
+        self._rows += rows
+        self._steps += 1
 
     def leave_out(self, seconds: float) -> None:
         """What was no training, such as an evaluation."""
@@ -47,6 +49,15 @@ class Throughput:
             if self._matmul is not None:
                 found["mfu_6n"] = flops_per_s / self._matmul
         return {name: float(f"{value:.5g}") for name, value in found.items()}
+
+    def totals(self) -> dict[str, float]:
+        """Of this process's part, evaluations and checkpoints included, as transformers has it."""
+        seconds = max(self._clock() - self._began, 1e-9)
+        return {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(self._rows / seconds, 3),
+            "train_steps_per_second": round(self._steps / seconds, 3),
+        }
 
     def seconds_left(self, step: int, total_steps: int) -> float:
         """At the pace of this process so far, all that is no training included."""

@@ -114,6 +114,7 @@ class Callbacks:
         state.global_step, state.log_history = progress.step, progress.log_history
         state.epoch = self._run.sampler.epochs_after(progress.step)
         state.num_input_tokens_seen = progress.tokens_seen
+        state.total_flos = progress.total_flos(self._run)
         best = progress.best_figures(self._config, self._output)
         state.best_metric, state.best_global_step = best["best_metric"], best["best_global_step"]
         state.best_model_checkpoint = best["best_model_checkpoint"]

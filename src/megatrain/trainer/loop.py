@@ -2,11 +2,13 @@
 
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megatrain.config import TrainConfig
+from megatrain.data import Row
 from megatrain.engine import Engine, StepResult
 from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.meter import clock_report, memory_in_use
@@ -85,10 +87,13 @@ class Loop:
                 callbacks.fire("on_epoch_begin")
             callbacks.fire("on_step_begin")
             rate = self.run.learning_rate(progress.step)
+            self._stall.begin(progress.step + 1, self._watchdog.usual_seconds)
             began = time.perf_counter()
-            done = self._step(rate)
+            rows = self.run.sampler.take(self.run.data.train_rows, progress.step)
+            done = self._step(rows, rate)
             seconds = time.perf_counter() - began
             progress.take(done)
+            self.report.step(done, len(rows))
             self._look_at(done, seconds)
             callbacks.fire("on_step_end")
             self._log_and_evaluate(done, rate)
@@ -114,10 +119,8 @@ class Loop:
         """Whether the last step was the last of its epoch."""
         return self._rhythms.epoch.due(self.progress.step)
 
-    def _step(self, rate: float) -> StepResult:
-        step, run = self.progress.step, self.run
-        self._stall.begin(step + 1, self._watchdog.usual_seconds)
-        rows = run.sampler.take(run.data.train_rows, step)
+    def _step(self, rows: Sequence[Row], rate: float) -> StepResult:
+        step = self.progress.step
         self._tracing.begin(step)
         try:
             watched = self._rhythms.routers(step + 1)
@@ -134,8 +137,7 @@ class Loop:
         return done
 
     def _look_at(self, done: StepResult, seconds: float) -> None:
-        """Tell of a step, and what is unusual about it."""
-        self.report.step(done)
+        """Tell what is unusual about a step."""
         warnings = self._watchdog.look(self.progress.step, loss=done.loss, seconds=seconds)
         if self.progress.step - self._first == WARM_STEPS:
             planned = planned_memory(self.plan)
@@ -161,9 +163,11 @@ class Loop:
             return
         self.engine.flush()  # the update is training's time, not the evaluation's
         began = time.perf_counter()
-        size = config.per_device_eval_batch_size * MICRO_BATCHES_A_PASS
-        self.result = evaluate_rows(self.engine, self.run.data.eval_rows, size)
-        self.report.evaluation(self.result, time.perf_counter() - began)
+        size = config.per_device_eval_batch_size
+        self.result = evaluate_rows(
+            self.engine, self.run.data.eval_rows, size * MICRO_BATCHES_A_PASS
+        )
+        self.report.evaluation(self.result, time.perf_counter() - began, batch_rows=size)
         if not progress.step:
             return
         saves = self.saver.rhythm.due(progress.step) or self.report.callbacks.control.should_save

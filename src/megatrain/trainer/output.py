@@ -1,9 +1,11 @@
 """The output directory of a run: claimed, locked, with room for what will be written."""
 
+import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatrain.checkpoint import (
     BufferPool,
@@ -20,7 +22,7 @@ from megatrain.checkpoint import (
     verify,
 )
 from megatrain.checkpoint.contents import Read
-from megatrain.checkpoint.writer import SMALL_FILES_BYTES
+from megatrain.checkpoint.writer import SMALL_FILES_BYTES, TRAINER_STATE
 from megatrain.config import TrainConfig
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
@@ -96,7 +98,8 @@ class OutputDirectory:
         )
 
     def remove_earlier_run(self, note: Callable[[str], None]) -> None:
-        """Checkpoints of another run must not pass for this run's."""
+        """Checkpoints and the state of another run must not pass for this run's."""
+        (self.path / TRAINER_STATE).unlink(missing_ok=True)
         for path in checkpoints(self.path).values():
             note(f"{path.name} of an earlier run is removed (overwrite_output_dir)")
             remove(path, self.disk)
@@ -122,6 +125,16 @@ class OutputDirectory:
             limit=config.save_total_limit,
             disk=self.disk,
         )
+
+    def write_trainer_state(self, state: dict[str, Any], note: Callable[[str], None]) -> None:
+        """As transformers' `save_state` does at the end of a run; no run fails because of it."""
+        path = self.path / TRAINER_STATE
+        scratch = path.with_suffix(".writing")
+        try:
+            scratch.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            scratch.replace(path)
+        except OSError as error:
+            note(f"{path} cannot be written ({error.strerror})")
 
     def save_model(
         self, config: TrainConfig, run: PreparedRun, store: BlockStore, progress: Progress

@@ -6,6 +6,7 @@ Promise: whatever of a config can be known to fail has failed by the end of `pre
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,7 @@ from megatrain.data import (
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import EngineOptions, choose_device, step_plan
 from megatrain.models import BlockModel
+from megatrain.models.active import flops_per_token
 from megatrain.models.load import LoadedBlocks
 from megatrain.placing import (
     Budgets,
@@ -100,6 +102,11 @@ class PreparedRun:
     sampler: Sampler
     total_steps: int
     learning_rate: Callable[[int], float]
+
+    @cached_property
+    def flops_per_token(self) -> float | None:
+        """6N; see `megatrain.models.active`."""
+        return flops_per_token(self.blocks.model)
 
 
 def prepare_run(config: TrainConfig, *, fetch_weights: bool = True) -> PreparedRun:

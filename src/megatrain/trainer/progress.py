@@ -16,11 +16,12 @@ NOT_OURS = {
     "is_local_process_zero": True,
     "is_world_process_zero": True,
     "stateful_callbacks": {},
-    "total_flos": 0,
     "trial_name": None,
     "trial_params": None,
 }
 """What transformers' TrainerState has beside, with its defaults."""
+REPORTED = ("loss", "grad_norm", "eval_loss", "eval_perplexity", "train_loss", "train_runtime")
+"""Figures whose last values are a run's results."""
 LARGEST_EXPONENT = 700.0
 """Of e, before it is infinite."""
 
@@ -34,7 +35,7 @@ def metric(loss: float, config: TrainConfig) -> float:
 
 @dataclass(kw_only=True)
 class Window:
-    """Steps since the last row of the log, which is about all of them."""
+    """Some steps in a row, such as those that a row of the log is about."""
 
     steps: int = 0
     clipped: int = 0
@@ -73,6 +74,9 @@ class Progress:
     skipped_in_a_row: int = 0
     """Steps up to now that updated nothing."""
     window: Window = field(default_factory=Window)
+    """Since the last row of the log."""
+    whole: Window = field(default_factory=Window)
+    """All steps; after a checkpoint that did not count them, those since."""
     log_history: list[dict[str, Any]] = field(default_factory=list)
     best_loss: float | None = None
     best_step: int | None = None
@@ -94,6 +98,7 @@ class Progress:
             best_loss=counters.pop("best_loss", trainer_state["best_metric"]),
             best_step=counters.pop("best_step", trainer_state["best_global_step"]),
             window=Window(**counters.pop("window", {})),
+            whole=Window(**counters.pop("whole", {})),
             **counters,
         )
 
@@ -102,6 +107,7 @@ class Progress:
         return {
             "skipped_in_a_row": self.skipped_in_a_row,
             "window": asdict(self.window),
+            "whole": asdict(self.whole),
             "best_loss": self.best_loss,
             "best_step": self.best_step,
             "lowest_loss": self.lowest_loss,
@@ -115,6 +121,7 @@ class Progress:
         self.tokens_seen += done.real_tokens
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if done.skipped else 0
         self.window.take(done)
+        self.whole.take(done)
 
     def judge(self, loss: float, config: TrainConfig, *, at_checkpoint: bool) -> None:
         """Take note of an evaluation, as transformers' EarlyStoppingCallback counts them.
@@ -142,7 +149,7 @@ class Progress:
     def results(self) -> dict[str, Any]:
         """The last figures of each kind."""
         found: dict[str, Any] = {"step": self.step, "num_input_tokens_seen": self.tokens_seen}
-        for name in ("loss", "grad_norm", "eval_loss", "eval_perplexity"):
+        for name in REPORTED:
             values = [row[name] for row in self.log_history if name in row]
             found |= {name: values[-1]} if values else {}
         return found | {"best_step": self.best_step, "best_eval_loss": self.best_loss}
@@ -155,6 +162,10 @@ class Progress:
             "best_metric": None if lowest is None else metric(lowest, config),
             "best_model_checkpoint": None if best is None else str(best),
         }
+
+    def total_flos(self, run: PreparedRun) -> float:
+        """6N for each token so far, as transformers counts them; 0 where N is not known."""
+        return self.tokens_seen * (run.flops_per_token or 0.0)
 
     def trainer_state(self, config: TrainConfig, run: PreparedRun, output: Path) -> dict[str, Any]:
         """As transformers' Trainer writes it."""
@@ -170,5 +181,6 @@ class Progress:
             "num_input_tokens_seen": self.tokens_seen,
             "num_train_epochs": math.ceil(run.sampler.epochs_after(run.total_steps)),
             "save_steps": rhythms.save.every,
+            "total_flos": self.total_flos(run),
             "train_batch_size": config.per_device_train_batch_size,
         }

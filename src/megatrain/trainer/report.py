@@ -4,6 +4,7 @@ Promise: a row is in `log.jsonl` and in the history of the next checkpoint befor
 as a tracker, gets it.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +55,9 @@ class Reporter:
         logs = {name: value for name, value in clean.items() if name != "step"}
         self.callbacks.fire("on_log", logs=logs)
 
-    def step(self, done: StepResult) -> None:
-        """A step has been done."""
-        self.throughput.add(done.real_tokens)
+    def step(self, done: StepResult, rows: int) -> None:
+        """A step of so many rows has been done."""
+        self.throughput.add(done.real_tokens, rows=rows)
         self.console.advance(self.progress.step)
 
     def figures(self, last: StepResult, *, learning_rate: float, lane: Busiest) -> None:
@@ -92,8 +93,8 @@ class Reporter:
         self.row(row)
         self.console.step(row, seconds_left=left)
 
-    def evaluation(self, result: EvalResult, seconds: float) -> None:
-        """The row of an evaluation that took so long."""
+    def evaluation(self, result: EvalResult, seconds: float, *, batch_rows: int) -> None:
+        """The row of an evaluation that took so long, in batches of so many rows."""
         self.throughput.leave_out(seconds)
         step, count = self.progress.step, len(self.run.data.eval_rows)
         figures = {"epoch": self._epoch(), "eval_loss": result.loss}
@@ -104,10 +105,23 @@ class Reporter:
         figures |= {
             "eval_runtime": round(seconds, 4),
             "eval_samples_per_second": round(count / seconds, 3),
+            "eval_steps_per_second": round(math.ceil(count / batch_rows) / seconds, 3),
         }
         self.row({"step": step} | figures)
         self.note(words)
         self.callbacks.fire("on_evaluate", metrics=figures)
+
+    def summary(self) -> None:
+        """The last row of a run that has come to its end, as transformers has it."""
+        progress, totals = self.progress, self.throughput.totals()
+        loss = progress.whole.loss
+        row: Row = {"step": progress.step, "epoch": self._epoch()} | totals
+        row |= {"total_flos": progress.total_flos(self.run), "train_loss": loss}
+        self.row(row)
+        self.note(
+            f"{progress.step} steps, mean loss {loss:.4f};"
+            f" {totals['train_samples_per_second']:.4g} rows/s in {totals['train_runtime']:.1f} s"
+        )
 
     def _epoch(self) -> float:
         return round(self.run.sampler.epochs_after(self.progress.step), 4)

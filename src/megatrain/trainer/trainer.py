@@ -15,7 +15,6 @@ from megatrain.errors import UserError
 from megatrain.evaluation import EvalResult
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
-from megatrain.models.active import flops_per_token
 from megatrain.models.initialise import init_block_weights
 from megatrain.models.parts import parts_in_words
 from megatrain.models.weights import LoadReport
@@ -197,6 +196,11 @@ class Trainer:
         loop.saver.wait()
         if loop.stopped_by is None:
             loop.engine.flush()
+            loop.report.summary()
+            self.output.write_trainer_state(
+                self.progress.trainer_state(self.config, self.run, self.output.path),
+                loop.report.note,
+            )
             # Before the last checkpoint is asked after: if that failed, this may yet fit.
             written = self.output.save_model(self.config, self.run, store, self.progress)
             loop.report.note(written)
@@ -221,7 +225,7 @@ class Trainer:
             ),
             throughput=Throughput(
                 self.progress.step,
-                flops_per_token=flops_per_token(self.model),
+                flops_per_token=self.run.flops_per_token,
                 matmul_flops_per_s=matmul,
             ),
             callbacks=self.callbacks,
