@@ -13,7 +13,7 @@ import torch
 
 from megatrain.engine.meter import clock_report
 from megatrain.monitor import StallWatch
-from megatrain.monitor.watchdog import LEAST, SLOW_STEPS, Watchdog
+from megatrain.monitor.watchdog import HISTORY, LEAST, SLOW_STEPS, Watchdog
 
 
 def usual(seed: int = 0) -> tuple[Watchdog, random.Random]:
@@ -31,12 +31,31 @@ def test_a_noisy_loss_that_falls_is_usual_for_every_seed() -> None:
 
 def test_a_spike_is_said_once_and_does_not_become_usual() -> None:
     dog, _ = usual()
-    said = [dog.look(200 + i, loss=5.0, seconds=1.0) for i in range(100)]
-    assert [len(each) for each in said] == [1] + [0] * 99
+    said = [dog.look(200 + i, loss=5.0, seconds=1.0) for i in range(20)]
+    assert [len(each) for each in said] == [1] + [0] * 19
     assert "loss 5.0000 at step 200: the median of the last 50 is 1." in said[0][0]
     assert dog.in_spike
-    assert dog.look(300, loss=1.25, seconds=1.0) == [] and not dog.in_spike
-    assert len(dog.look(301, loss=math.nan, seconds=1.0)) == 1
+    assert dog.look(220, loss=1.25, seconds=1.0) == [] and not dog.in_spike
+    assert len(dog.look(221, loss=5.0, seconds=1.0)) == 1
+    assert dog.look(222, loss=1.25, seconds=1.0) == [] and not dog.in_spike
+    assert len(dog.look(223, loss=math.nan, seconds=1.0)) == 1
+    for step in range(100):  # never usual
+        assert dog.look(224 + step, loss=math.nan, seconds=1.0) == [] and dog.in_spike
+
+
+def test_a_rise_that_lasts_is_said_once_and_becomes_usual() -> None:
+    dog, draw = usual()
+    said, spikes = [], []
+    for step in range(200, 300):
+        said += dog.look(step, loss=5.0 + draw.gauss(0, 0.05), seconds=1.0)
+        spikes.append(dog.in_spike)
+    assert len(said) == 1 and spikes[:20] == [True] * 20
+    assert 20 < spikes.index(False) <= HISTORY and not any(spikes[HISTORY:])
+    (again,) = dog.look(300, loss=9.0, seconds=1.0)
+    assert "loss 9.0000 at step 300: the median of the last 50 is " in again
+    level = float(again.rsplit(" ", 1)[1])
+    assert level == pytest.approx(5.0, abs=0.05)
+    assert dog.look(301, loss=1.2, seconds=1.0) == [] and not dog.in_spike
 
 
 def test_a_smooth_loss_has_room_to_rise() -> None:
@@ -61,6 +80,14 @@ def test_slow_steps_are_said_once_if_they_last() -> None:
     said = [dog.look(206 + each, loss=1.2, seconds=3.3) for each in range(20)]
     assert sum(map(len, said)) == 1
     assert "3.30 s instead of 1." in said[SLOW_STEPS - 1][0]
+
+
+def test_steps_that_stay_slow_become_usual() -> None:
+    dog, _ = usual()
+    said = [text for i in range(60) for text in dog.look(200 + i, loss=1.2, seconds=3.0)]
+    assert len(said) == 1 and dog.usual_seconds == 3.0
+    said = [text for i in range(10) for text in dog.look(260 + i, loss=1.2, seconds=6.0)]
+    assert len(said) == 1 and "6.00 s instead of 3.00 s" in said[0]
 
 
 def test_why_steps_are_slow_is_asked_for_only_then() -> None:

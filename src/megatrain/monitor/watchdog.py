@@ -23,7 +23,11 @@ SLOW_STEPS = 5
 
 @dataclass(kw_only=True)
 class Watchdog:
-    """Looks at each step once; says what it sees once, until it is over."""
+    """Looks at each step once; says what it sees once, until it is over or has become usual.
+
+    What has been told is taken into what is usual: a few such steps do not move a median, a change
+    that lasts does, and the next one is told again.
+    """
 
     explain: Callable[[], str] = lambda: ""
     """Asked why steps are slow when they are; empty if there is nothing to say."""
@@ -49,11 +53,9 @@ class Watchdog:
         limit = usual + max(SPIKE * spread, LEAST_RISE * abs(usual))
         enough = len(self._losses) >= LEAST
         self._in_spike = enough and not (math.isfinite(loss) and loss <= limit)
-        if not self._in_spike:  # what is unusual must not become usual
-            if math.isfinite(loss):
-                self._losses.append(loss)
-            return ""
-        if before:
+        if math.isfinite(loss) and (before or not self._in_spike):
+            self._losses.append(loss)
+        if before or not self._in_spike:
             return ""
         count = len(self._losses)
         return f"loss {loss:.4f} at step {step}: the median of the last {count} is {usual:.4f}"
@@ -65,6 +67,8 @@ class Watchdog:
             self._slow = 0
             return ""
         self._slow += 1
+        if self._slow > SLOW_STEPS:
+            self._seconds.append(seconds)
         if self._slow != SLOW_STEPS:
             return ""
         why = self.explain() or "another process, heat, or a lower clock"
