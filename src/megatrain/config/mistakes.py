@@ -1,6 +1,7 @@
 """Mistakes in a config, in words."""
 
 import difflib
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -41,5 +42,14 @@ def _describe(item: Any, keys: Collection[str]) -> str:
         near = SYNONYMS.get(near or "", near)  # in Python keys have one name only
         return f"{where}: no such key" + (f" (did you mean '{near}')" if near else "")
     message = message[0].lower() + message[1:]
-    found = "" if item["type"] == "missing" else f" (found {item['input']!r})"
+    found = "" if item["type"] == "missing" else f" (found {item['input']!r}{_meant(item)})"
     return f"{where}: {message}{found}"
+
+
+def _meant(item: Any) -> str:
+    """Of the values that a key takes, the one that is probably meant."""
+    if item["type"] != "literal_error" or not isinstance(item["input"], str):
+        return ""
+    choices = re.findall(r"'([^']+)'", item["ctx"]["expected"])
+    near = difflib.get_close_matches(item["input"].lower(), choices, n=1)
+    return f": did you mean '{near[0]}'" if near else ""
