@@ -370,15 +370,19 @@ def _need(
         plan,
         gradient_dtype=check_options(model, options),
     )
-    beside = {"checkpoint": budgets.checkpoint}
-    if budgets.checkpoint and model.uncut is not None:
-        beside["joined experts"] = _joined_bytes(model, on_disk=bool(plan.on_disk))
+    beside = checkpoint_purposes(model, budgets.checkpoint, on_disk=bool(plan.on_disk))
     return replace(need, host=need.host | beside)
 
 
-def _joined_bytes(model: BlockModel, *, on_disk: bool) -> int:
-    """What a checkpoint takes beside its pool where layers are cut: one layer's weights, as its
-    file has them; of blocks on the disk one layer's moments too."""
+def checkpoint_purposes(model: BlockModel, pool: int, *, on_disk: bool) -> dict[str, int]:
+    """Bytes of the host that checkpoints take, by purpose.
+
+    Where layers are cut that is, beside the pool, one layer's weights as its file has them; of
+    blocks on the disk one layer's moments too.
+    """
+    if not pool or model.uncut is None:
+        return {"checkpoint": pool}
     purposes = (Purpose.WEIGHT, Purpose.EXP_AVG) if on_disk else (Purpose.WEIGHT,)
     layouts = [block.layout for block in model.whole.blocks]
-    return max(sum(layout.nbytes(purpose) for purpose in purposes) for layout in layouts)
+    joined = max(sum(layout.nbytes(purpose) for purpose in purposes) for layout in layouts)
+    return {"checkpoint": pool, "joined experts": joined}

@@ -18,6 +18,7 @@ from megatrain.models.work import LayerWork, count_layers
 from megatrain.placing import (
     Budgets,
     check_offload_of_parts,
+    checkpoint_purposes,
     default_checkpoint_memory,
     parts_that_fit,
     placement_rule,
@@ -241,11 +242,12 @@ class Adviser:
             UserError: if it does not fit.
         """
         placed = self.placed(question)
+        pool = question.training.checkpoint_memory(placed)
         return answer(
             self.rule(question),
             tokens=question.tokens,
             model_flops=self.model_flops(question),
-            checkpoint_memory=question.training.checkpoint_memory(placed),
+            beside=lambda on_disk: checkpoint_purposes(placed, pool, on_disk=on_disk),
             checkpoint_bytes=question.training.checkpoint_bytes(placed),
             room=question.disk_room,
         )

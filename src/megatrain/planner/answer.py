@@ -1,6 +1,6 @@
 """Does it fit, and how fast will it be: a placement, its bytes by tier, its simulated step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ def answer(
     *,
     tokens: int,
     model_flops: float,
-    checkpoint_memory: int,
+    beside: Callable[[bool], dict[str, int]],
     checkpoint_bytes: int,
     room: DiskRoom | None = None,
 ) -> Answer:
@@ -108,7 +108,8 @@ def answer(
         rule: layouts, plan, costs and budgets.
         tokens: of a step.
         model_flops: of a step.
-        checkpoint_memory: bytes of the host that the rule's budget leaves out.
+        beside: bytes of the host that checkpoints take, by purpose, given whether any state is on
+            the disk; the rule's budget leaves out those of the purpose checkpoint.
         checkpoint_bytes: of one on the disk.
         room: on a disk, for what the host cannot hold.
 
@@ -122,13 +123,14 @@ def answer(
         rule = with_disk(rule, disk)
         placement = rule.simulated(replace(placement, on_disk=disk.tier.blocks))
     need = memory_need(rule.layouts, rule.laid_out(placement), gradient_dtype=rule.gradient_dtype)
-    if need.host_total > rule.host_budget:
-        raise HostTooSmallError(
-            need.host_total + checkpoint_memory, rule.host_budget + checkpoint_memory
-        )
+    of_checkpoints = beside(disk is not None)
+    need = replace(need, host=need.host | of_checkpoints)
+    budget = rule.host_budget + of_checkpoints["checkpoint"]
+    if need.host_total > budget:
+        raise HostTooSmallError(need.host_total, budget)
     return Answer(
         placement=placement,
-        need=replace(need, host=need.host | {"checkpoint": checkpoint_memory}),
+        need=need,
         lanes_busy=occupancy(rule.spans(placement)),
         checkpoint_bytes=checkpoint_bytes,
         tokens=tokens,
