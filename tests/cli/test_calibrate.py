@@ -19,7 +19,6 @@ from megatrain.adviser.rates import GivenRates
 from megatrain.cli import app
 from megatrain.engine import EngineOptions, calibration, compute_rates, cross_entropy, kept_rates
 from megatrain.engine.calibration import in_lines
-from megatrain.engine.compute import Programs
 from megatrain.engine.footprint import measure_footprint
 from megatrain.engine.kept_rates import (
     Calibration,
@@ -31,6 +30,7 @@ from megatrain.engine.kept_rates import (
     stored_calibration,
     this_machine,
 )
+from megatrain.engine.programs import Programs
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS
 from megatrain.models import build_on_meta, split_model

@@ -25,7 +25,6 @@ from megatrain.engine.loss import Loss
 from megatrain.engine.microbatch import MicroBatch, make_micro_batch
 from megatrain.engine.options import EngineOptions, step_plan
 from megatrain.engine.programs import Programs
-from megatrain.engine.rates import measure_rates
 from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.state import StepState
 from megatrain.layout import BlockLayout, Purpose
@@ -136,9 +135,6 @@ def measure_footprint(
     batch = make_micro_batch([_row(model, length)] * rows, 0, device)
     with attention_choice(device):
         rates = run_rates(device, host_threads=options.host_threads)
-        _one_pass(compute, batch, rates)
-        found = _one_pass(compute, batch, rates)
-        rates = measure_rates(device, host_threads=options.host_threads)
         try:
             _one_pass(compute, batch, rates)
             found = _one_pass(compute, batch, rates)
