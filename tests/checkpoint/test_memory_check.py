@@ -11,7 +11,7 @@ def test_a_run_beyond_its_plan_is_told_once(
     workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
-        "megatrain.trainer.trainer.planned_memory", lambda plan: {"host_memory_gib": 2**30}
+        "megatrain.trainer.loop.planned_memory", lambda plan: {"host_memory_gib": 2**30}
     )
     monkeypatch.setattr(
         "megatrain.trainer.loop.memory_in_use", lambda device: {"host_memory_gib": 50.0}
