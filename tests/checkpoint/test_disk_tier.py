@@ -125,7 +125,7 @@ def test_a_disk_that_fails_in_a_step_leaves_the_last_checkpoint(
     }
     with pytest.raises(UserError, match=rf"scratch space in .*: {os.strerror(error)}"):
         run(ScriptedDisk(look), **keys)
-    # Training goes on while the third step is written: the sixth may be whole by then, never another.
+    # Training goes on while the third step is written: the sixth may be whole by then, no other.
     assert list(checkpoints(Path("out"))) in ([3], [3, 6])
     assert session("out")["how"] == "failed"
     broken[0] = False
