@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 
 from megatrain.data import Row
@@ -45,6 +44,7 @@ from megatrain.placing import (
 )
 from megatrain.planner import read_offload
 from megatrain.schedule import Span, StepPlan, occupancy
+from megatrain.versions import library_versions
 
 LEARNING_RATE = 1e-5
 INITIAL_STD = 0.02
@@ -287,7 +287,7 @@ def _figures(
     return row | {
         "machine": meter.name or platform.processor() or platform.machine(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": library_versions()["transformers"],
     }
 
 

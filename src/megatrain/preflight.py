@@ -9,7 +9,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from megatrain.data.sources import DataNames, check_names
+from megatrain.data.names import DataNames, check_names
 from megatrain.errors import UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from megatrain import adviser
 from megatrain.adviser import rates as adviser_rates
 from megatrain.adviser.adviser import Question
-from megatrain.adviser.rates import GivenRates
+from megatrain.adviser.known_rates import GivenRates
 from megatrain.cli import app
 from megatrain.engine import EngineOptions, calibration, compute_rates, cross_entropy, kept_rates
 from megatrain.engine.calibration import in_lines

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, TrainerState
 
-from tests.checkpoint.runs import train, train_until
+from megatrain.config import make_config
+from megatrain.trainer import Trainer
+from tests.checkpoint.runs import KEYS, train, train_until
 
 from .test_commands import log_of
 
@@ -73,3 +75,10 @@ def test_what_is_not_known_is_not_made_up(workspace: Path) -> None:
     """6N does not hold with frozen parameters."""
     train(frozen=["model.embed_tokens.*"], save_strategy="no", max_steps=1)
     assert summary_of("out")["total_flos"] == 0
+
+
+def test_train_returns_what_transformers_returns(workspace: Path) -> None:
+    config, _ = make_config(KEYS | {"eval_split": 2, "save_strategy": "no", "max_steps": 2})
+    step, loss, metrics = Trainer(config, quiet=True).train()
+    assert step == 2 and loss == metrics["train_loss"] == summary_of("out")["train_loss"]
+    assert {"train_runtime", "eval_loss", "eval_perplexity", "total_flos"} <= metrics.keys()

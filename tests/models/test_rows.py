@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.recovery import joined
-from megatrain.models.rows import RowShare
+from megatrain.models.row_share import RowShare
 from tests.numerics.harness import assert_close, gradients_of, make_engine, make_rows
 from tests.numerics.harness import reference_model as whole
 from tests.numerics.test_out_of_memory import OPTIONS, Small

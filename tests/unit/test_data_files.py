@@ -32,7 +32,7 @@ TOKENIZER: Any = byte_tokenizer()
         ("a.txt", b"good\n\xe9", r"a\.txt:2: .*not UTF-8 at offset 5"),
         ("a.jsonl", b"\n\n", "no record"),
         ("a.jsonl", b'{"text": ""}', r"no supervised token in any \(1 are empty, 0 have none"),
-        ("a.jsonl", b'{"question": "a", "answer": "b"}', "set prompt_column and completion_column"),
+        ("a.jsonl", b'{"question": "a", "answer": "b"}', "set dataset_text_field, or prompt_column and completion_column"),
         ("a.jsonl", b'{"mesages": []}', r"columns mesages.*'messages' \('mesages' is near\)"),
         ("a.jsonl", b'{"prompt": "a", "completion": null}', r"completion' \(str or list\).*NoneT"),
         ("a.jsonl", b"{}", "the columns none"),

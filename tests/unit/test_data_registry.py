@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatrain.data import DataNames, DataOptions, Row, find_sources, load_corpus
-from megatrain.data.sources import check_names
+from megatrain.data.names import check_names
 from megatrain.errors import UserError
 from tests.tokenizers_for_tests import byte_tokenizer
 

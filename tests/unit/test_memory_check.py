@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.trainer.memory import beyond_plan
+from megatrain.trainer.memory_check import beyond_plan
 
 GIB = 2**30
 

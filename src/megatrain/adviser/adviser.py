@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.adviser.rates import compute_rates
+from megatrain.adviser.known_rates import compute_of_gpu
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
 from megatrain.engine.kept_rates import GpuRates
@@ -214,7 +214,7 @@ class Adviser:
         rows, length, num_micro = self.micro_batches(question)
         footprint = estimate_footprint(
             self.works(question.length),
-            compute=compute_rates(question.gpu, question.measured),
+            compute=compute_of_gpu(question.gpu, question.measured),
             rates=question.rates,
             shape=(rows, length),
             hidden_size=self.model.hidden_size,

@@ -16,7 +16,7 @@ from megatrain.config.groups.steps import StepKeys
 from megatrain.config.groups.watching import WatchingKeys
 from megatrain.config.mistakes import as_user_error
 from megatrain.data.hub import HubDataset
-from megatrain.data.sources import DataNames
+from megatrain.data.names import DataNames
 
 GROUPS: dict[str, type[Keys]] = {
     "Model": ModelKeys,

@@ -2,13 +2,13 @@
 
 from megatrain.data.cache import TokenCache, default_cache_dir
 from megatrain.data.corpus import Corpus, load_corpus
-from megatrain.data.dataset import dataset_format, load_rows
 from megatrain.data.formats import DataOptions
+from megatrain.data.load import dataset_format, load_rows
 from megatrain.data.mixture import MixtureOrder
+from megatrain.data.names import DataNames, find_sources
 from megatrain.data.packing import PackedSampler
 from megatrain.data.rows import ChosenRows, DatasetStats, Row, TokenizedRows
 from megatrain.data.sampler import StepSampler, split_rows
-from megatrain.data.sources import DataNames, find_sources
 from megatrain.data.text_bytes import supervised_bytes
 from megatrain.data.tokenizer import (
     extend_tokenizer,

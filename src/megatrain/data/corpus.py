@@ -13,8 +13,8 @@ import numpy.typing as npt
 import xxhash
 
 from megatrain.data.cache import TokenCache
-from megatrain.data.dataset import dataset_format, load_rows
 from megatrain.data.formats import DataOptions
+from megatrain.data.load import dataset_format, load_rows
 from megatrain.data.mixture import MixtureOrder
 from megatrain.data.rows import DatasetStats, Row, TokenizedRows
 from megatrain.data.source import Source

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatrain.data.streams import JsonItems, decode, text_chunks, text_pieces
+from megatrain.data.pieces import JsonItems, decode, text_chunks, text_pieces
 from megatrain.data.tables import TABLES, read_table
 from megatrain.errors import UserError
 

@@ -89,13 +89,16 @@ class StepSampler:
         return ""
 
 
-def split_rows(rows: Sized, held_out: float, *, seed: int) -> tuple[list[int], list[int]]:
+def split_rows(
+    rows: Sized, held_out: float, *, seed: int, losses: Sequence[str] = ()
+) -> tuple[list[int], list[int]]:
     """(training, held-out) row numbers, ascending; a pure function of the count and the seed.
 
     Args:
         rows: only their number counts.
         held_out: a whole number of rows, or a fraction below 1.
         seed: key of the choice.
+        losses: what took much of the data away before, in words.
 
     Raises:
         UserError: if one of the two parts would be empty, or `held_out` is neither.
@@ -112,8 +115,10 @@ def split_rows(rows: Sized, held_out: float, *, seed: int) -> tuple[list[int], l
     if not 0 < count < len(rows):
         raise UserError(
             asked=f"hold out {held_out} of {len(rows)} rows",
-            found="nothing left for one of the two parts",
-            change="choose a smaller or larger share",
+            found="; ".join(["nothing left for one of the two parts", *losses]),
+            change="look at what was lost (is max_length too small?)"
+            if losses
+            else "choose a smaller or larger share",
         )
     order = epoch_order(len(rows), seed, HELD_OUT_KEY, True)
     return sorted(map(int, order[count:])), sorted(map(int, order[:count]))

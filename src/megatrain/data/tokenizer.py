@@ -71,10 +71,10 @@ def load_tokenizer(
             **({} if gguf_file is None else {"gguf_file": gguf_file}),
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        said = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
             asked=asked,
-            found=f"none that loads ({lines[0].strip().rstrip('.:')})",
+            found=f"none that loads ({said.rstrip('.:')})",
             change=change
             if gguf_file is None
             else "start from a directory with safetensors weights and a tokenizer",

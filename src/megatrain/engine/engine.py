@@ -27,7 +27,7 @@ from megatrain.engine.queries import Answer, Query, split_answers, targets_of
 from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.engine.results import EvalSums, StepResult
 from megatrain.engine.routing import RouterWatch
-from megatrain.engine.rows import RowCutter
+from megatrain.engine.row_cutter import RowCutter
 from megatrain.engine.state import PendingUpdate, StepState
 from megatrain.engine.views import BlockViews
 from megatrain.engine.worker import Worker

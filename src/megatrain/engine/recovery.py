@@ -21,7 +21,7 @@ from megatrain.engine.state import LayerInputs, StepState
 from megatrain.errors import UserError
 from megatrain.models import BlockModel
 from megatrain.models.passes import Gradients, Run, Tensors, Written, backward, forward
-from megatrain.models.rows import RowShare, has_rows_in_front
+from megatrain.models.row_share import RowShare, has_rows_in_front
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""transformers' callbacks in this trainer's loop.
+"""transformers' callbacks in this trainer's loop, and what it returns.
 
 Promise: an event comes with the state that `trainer_state.json` would have at that moment, and what
 a callback sets in the control is obeyed before the next step.  What it cannot have here is None:
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput as TrainOutput
 
 from megatrain.config import TrainConfig
 from megatrain.errors import UserError
@@ -47,6 +48,14 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[TrainerCallback]:
                 change="derive it from transformers.TrainerCallback",
             )
     return made
+
+
+def train_output(progress: Progress) -> TrainOutput:
+    """What `train` returns of a run that has come to its end, as transformers' Trainer does."""
+    metrics: dict[str, Any] = {}
+    for name in ("eval_loss", "train_runtime"):
+        metrics |= next((row for row in reversed(progress.log_history) if name in row), {})
+    return TrainOutput(progress.step, metrics["train_loss"], metrics)
 
 
 class Callbacks:

@@ -14,11 +14,11 @@ from megatrain.engine.engine import NonFiniteGradientError
 from megatrain.engine.meter import clock_report, memory_in_use
 from megatrain.engine.recovery import DeviceMemoryError
 from megatrain.errors import UserError
-from megatrain.evaluation import MICRO_BATCHES_A_PASS, EvalResult, evaluate_rows
+from megatrain.evaluation import MICRO_BATCHES_A_PASS, evaluate_rows
 from megatrain.monitor import StallWatch, Watchdog
 from megatrain.placing import RunPlan
 from megatrain.planner import by_purpose
-from megatrain.trainer.memory import WARM_STEPS, beyond_plan, planned_memory
+from megatrain.trainer.memory_check import WARM_STEPS, beyond_plan, planned_memory
 from megatrain.trainer.prepare import PreparedRun
 from megatrain.trainer.progress import Progress
 from megatrain.trainer.report import Reporter
@@ -43,8 +43,6 @@ class Loop:
     requests: Requests
     report: Reporter
     plan: RunPlan
-    result: EvalResult | None = None
-    """Of the last evaluation."""
     stopped_by: signal.Signals | None = None
     ended: str = ""
     """Why it ended before its last step, if that was wanted."""
@@ -164,14 +162,12 @@ class Loop:
         self.engine.flush()  # the update is training's time, not the evaluation's
         began = time.perf_counter()
         size = config.per_device_eval_batch_size
-        self.result = evaluate_rows(
-            self.engine, self.run.data.eval_rows, size * MICRO_BATCHES_A_PASS
-        )
-        self.report.evaluation(self.result, time.perf_counter() - began, batch_rows=size)
+        result = evaluate_rows(self.engine, self.run.data.eval_rows, size * MICRO_BATCHES_A_PASS)
+        self.report.evaluation(result, time.perf_counter() - began, batch_rows=size)
         if not progress.step:
             return
         saves = self.saver.rhythm.due(progress.step) or self.report.callbacks.control.should_save
-        progress.judge(self.result.loss, config, at_checkpoint=saves)
+        progress.judge(result.loss, config, at_checkpoint=saves)
         patience = config.early_stopping_patience
         if patience is not None and progress.worse_in_a_row >= patience:
             name = config.metric_for_best_model or "loss"

@@ -255,7 +255,8 @@ def load_data(
         longest = max(longest, of_files.stats.longest)
         files += of_files.files
     elif config.eval_split:
-        keep, hold = split_rows(rows, config.eval_split, seed=config.seed)
+        losses = rows.stats.losses_in_words()
+        keep, hold = split_rows(rows, config.eval_split, seed=config.seed, losses=losses)
         training, held_out = ChosenRows(rows, keep), ChosenRows(rows, hold)
         lengths = lengths[keep]
     order = rows.order(

@@ -12,7 +12,6 @@ from megatrain.config import TrainConfig
 from megatrain.engine import Engine, Loss, check_loss, cross_entropy, loss_name
 from megatrain.engine.meter import matmul_flops_per_s
 from megatrain.errors import UserError
-from megatrain.evaluation import EvalResult
 from megatrain.memory import BlockStore
 from megatrain.memory.store import DTYPES
 from megatrain.models.initialise import init_block_weights
@@ -30,16 +29,22 @@ from megatrain.monitor import (
 from megatrain.placing import RunPlan, plan_run
 from megatrain.planner import DiskUse
 from megatrain.preflight import check_run, claim_file
-from megatrain.trainer.callbacks import Callback, Callbacks, check_callbacks
-from megatrain.trainer.dataset import Records, config_of
+from megatrain.trainer.callbacks import (
+    Callback,
+    Callbacks,
+    TrainOutput,
+    check_callbacks,
+    train_output,
+)
+from megatrain.trainer.given import Records, config_of
 from megatrain.trainer.loop import Loop
 from megatrain.trainer.output import OutputDirectory
 from megatrain.trainer.prepare import prepare_run
 from megatrain.trainer.progress import Progress
-from megatrain.trainer.record import RunRecord
 from megatrain.trainer.report import Reporter
 from megatrain.trainer.resume import may_resume, resume
 from megatrain.trainer.rhythm import Rhythms
+from megatrain.trainer.run_record import RunRecord
 from megatrain.trainer.saving import Saver
 from megatrain.trainer.signals import Requests
 
@@ -133,11 +138,12 @@ class Trainer:
             self._check_room(plan.disk)
         return plan
 
-    def train(self) -> EvalResult | None:
+    def train(self) -> TrainOutput:
         """Run all steps, evaluate, write checkpoints and the model.
 
         Returns:
-            The last evaluation, if there is held-out data.
+            As transformers' Trainer: the last step, the mean loss, and the figures of the run's
+            last row with those of the last evaluation, if there was one.
 
         Raises:
             SystemExit: with 128 + the signal's number, if one has ended the run.
@@ -189,7 +195,7 @@ class Trainer:
             store.close()
         if loop.stopped_by is not None:
             raise SystemExit(128 + loop.stopped_by)
-        return loop.result
+        return train_output(self.progress)
 
     def _finish(self, loop: Loop, store: BlockStore) -> None:
         """The model and the last checkpoint, unless a signal has ended the run."""

@@ -90,7 +90,7 @@ def test_arguments_of_trl_mean_what_they_mean_there(workspace: Path) -> None:
     assert (config.learning_rate, config.logging_steps, config.max_grad_norm) == (2e-5, 10.0, 0.5)
     assert (config.assistant_only_loss, config.eval_on_start) == (False, False)
     assert (config.lr_scheduler_type, config.torch_compile) == ("cosine", None)
-    assert [note.split(":")[0] for note in made.notes] == ["use_cpu", "do_eval"]
+    assert [note.split(":")[0] for note in made.notes] == ["use_cpu"]
     made.train()
     assert seen == [2, 4] and len(made.run.data.eval_rows) == 4
     AutoModelForCausalLM.from_pretrained("out")

@@ -97,7 +97,13 @@ def _fits(stats: DatasetStats, options: DataOptions) -> bool:
 
 def _nothing(stats: DatasetStats, max_length: int) -> str:
     if not stats.records:
-        return "no record"
+        return "no record: nothing is in the files"
+    if not (stats.truncated or stats.dropped):
+        rest = stats.skipped - stats.empty
+        return (
+            f"{stats.records} records, no supervised token in any ({stats.empty} are empty, {rest}"
+            " have no assistant's turn, completion or label that counts)"
+        )
     dropped = f", {stats.dropped} rows are longer than that" if stats.dropped else ""
     return (
         f"{stats.records} records, no supervised token in any ({stats.empty} are empty,"

@@ -56,7 +56,7 @@ def known_rates(
     }
 
 
-def compute_rates(gpu: Gpu, measured: GpuRates | None) -> ComputeRates:
+def compute_of_gpu(gpu: Gpu, measured: GpuRates | None) -> ComputeRates:
     """Of a GPU in whole steps, as far as it was measured."""
     published = compute_of(gpu)
     if measured is None:
