@@ -99,6 +99,8 @@ def test_arguments_of_trl_mean_what_they_mean_there(workspace: Path) -> None:
 def test_what_differs_from_their_default_is_told_or_refused(workspace: Path) -> None:
     made = from_rows(SFTConfig("out", use_cpu=True, max_length=64, activation_checkpointing=False))
     assert "activation_checkpointing: blocks are recomputed" in made.notes[0]
+    made = from_rows(TrainingArguments("again", use_cpu=True, bf16=True, torch_compile=True))
+    assert any(note.startswith("bf16: dtype decides") for note in made.notes)
     with pytest.raises(UserError, match=r"max_length: .*give one"):
         from_rows(SFTConfig("other", max_length=None, use_cpu=True))
     with pytest.raises(UserError, match=r"neftune_noise_alpha: 5.*not supported"):

@@ -182,7 +182,8 @@ _refused("swanlab_project use_swanlab", "use report_to", "")
 _met(
     "plot_loss", "a picture of the losses is drawn at the end, if matplotlib is there", True, False
 )
-_refused("torch_compile_backend torch_compile_mode", "inductor in its default mode is what is used")
+_refused("torch_compile_backend", "inductor in its default mode is what is used", "inductor")
+_refused("torch_compile_mode", "inductor in its default mode is what is used", "default")
 _refused("liger_kernel_config", "liger-kernel is not used")
 _refused("torch_empty_cache_steps", "device buffers are allocated once")
 _refused("auto_find_batch_size", "micro_batch_tokens splits a step, and changes no result", 0)

@@ -24,8 +24,8 @@ from megatrain.preflight import check_output, claim_output, find_gguf
 FOLDER = "records"
 ON_THIS_MACHINE = ("use_cpu", "bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval")
 """What transformers checks against the hardware when arguments are made."""
-SET_BY_THEMSELVES = ("bf16", "do_eval", "gradient_checkpointing")
-"""Their constructors do: TRL for the GPU, by eval_strategy, and beside activation_checkpointing."""
+SET_BY_THEMSELVES = ("do_eval", "gradient_checkpointing")
+"""By eval_strategy, and beside activation_checkpointing."""
 OF_THEIR_TRAINERS = {
     "processing_class": "the model's own tokenizer is used; tokenizer_name names another",
     "tokenizer": "the model's own is used; tokenizer_name names another",
@@ -143,6 +143,8 @@ def _keys_of(args: Any) -> dict[str, Any]:
         found[field.name] = value.value if isinstance(value, Enum) else value
     for name in SET_BY_THEMSELVES:
         found.pop(name, None)
+    if kind is not TrainingArguments:  # TRL sets it for the GPU, and dtype decides here
+        found.pop("bf16", None)
     if found.get("torch_compile") is False:
         del found["torch_compile"]  # their default; layers are compiled one by one here
     return found
