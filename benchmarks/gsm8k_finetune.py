@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import platform
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, help="folder of train.jsonl and test.jsonl")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--held-out", type=int, default=32, help="problems")
+    parser.add_argument("--picture", type=Path, help="where to keep the run's loss.png")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -63,6 +65,8 @@ def main() -> None:
         started = time.perf_counter()
         Trainer(config).train()
         seconds = time.perf_counter() - started
+        if args.picture is not None:
+            shutil.copy(folder / "out" / "loss.png", args.picture)
         logged = [json.loads(line) for line in (folder / "out" / "log.jsonl").open()]
     held_out = [row["eval_loss"] for row in logged if "eval_loss" in row]
     steps = [row for row in logged if "loss" in row]
