@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from megatrain import adviser
-from megatrain.adviser import rates as adviser_rates
+from megatrain.adviser import chosen_rates
 from megatrain.adviser.adviser import Question
-from megatrain.adviser.known_rates import GivenRates
+from megatrain.adviser.chosen_rates import GivenRates
 from megatrain.cli import app
 from megatrain.engine import EngineOptions, calibration, compute_rates, cross_entropy, kept_rates
 from megatrain.engine.calibration import in_lines
@@ -292,7 +292,7 @@ def test_a_plan_for_this_machine_uses_what_is_kept(
     of_gpu: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = _questions(monkeypatch)
-    monkeypatch.setattr(adviser_rates, "host_update_rate", never)
+    monkeypatch.setattr(chosen_rates, "host_update_rate", never)
     said = command("plan", SMALL, "--disk-memory", "1TiB").stderr
     assert "rates measured on 2026-01-31 by bench --calibrate" in said
     assert len(said.splitlines()) == 1
@@ -310,7 +310,7 @@ def test_a_plan_of_a_config_knows_its_disk_only_if_it_was_measured(
 ) -> None:
     said: list[str] = []
     path = str(tmp_path / folder)
-    found = adviser_rates.known_rates(GivenRates(), path, here=True, note=said.append)
+    found = chosen_rates.known_rates(GivenRates(), path, here=True, note=said.append)
     assert found["disk_bytes_per_s"] == rate and len(said) == 1
 
 
@@ -318,8 +318,8 @@ def test_a_plan_of_a_config_knows_its_disk_only_if_it_was_measured(
 def test_a_plan_for_a_named_machine_does_not(
     of_gpu: Calibration, gpu: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adviser_rates, "host_update_rate", lambda: 1e9)
-    monkeypatch.setattr(adviser_rates, "stored_calibration", never)
+    monkeypatch.setattr(chosen_rates, "host_update_rate", lambda: 1e9)
+    monkeypatch.setattr(chosen_rates, "stored_calibration", never)
     result = command("plan", SMALL, "--gpu", gpu, "--host-memory", "64GiB")
     assert not result.stderr and result.exit_code == 0
 
@@ -328,7 +328,7 @@ def test_a_plan_says_what_it_cannot_use(
     of_gpu: Calibration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = _questions(monkeypatch)
-    monkeypatch.setattr(adviser_rates, "host_update_rate", lambda: 1e9)
+    monkeypatch.setattr(chosen_rates, "host_update_rate", lambda: 1e9)
     calibration_file(of_gpu.machine).write_text("{}")
     assert command("plan", SMALL).stderr.count("are damaged") == 1
     assert asked[0].measured is None and asked[0].update_params_per_s == 1e9

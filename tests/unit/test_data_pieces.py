@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatrain.data import DataOptions, load_rows, streams
+from megatrain.data import DataOptions, load_rows
+from megatrain.data import pieces as text_pieces
 from megatrain.data.files import read_records
 from megatrain.errors import UserError
 from tests.tokenizers_for_tests import byte_tokenizer
@@ -37,7 +38,7 @@ def test_a_list_in_pieces_is_the_list(
     text = json.dumps(items, indent=indent, ensure_ascii=ascii_only)
     (tmp_path / "a.json").write_bytes(b"\xef\xbb\xbf \n" + text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "CHUNK_BYTES", size)
+        patch.setattr(text_pieces, "CHUNK_BYTES", size)
         found = list(read_records(tmp_path / "a.json"))
     assert [record.value for record in found] == items
     assert [record.place.split(":")[-1] for record in found] == [
@@ -65,7 +66,7 @@ def test_a_list_in_pieces_is_the_list(
 def test_what_is_wrong_in_a_list_is_told_with_its_place(
     content: bytes, message: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "CHUNK_BYTES", size)
+    monkeypatch.setattr(text_pieces, "CHUNK_BYTES", size)
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(read_records(tmp_path / "a.json"))
@@ -77,8 +78,8 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(
 ) -> None:
     text = "".join(f"line {i} é😀\n" for i in range(40)) + "z" * 100 + "\nend"
     (tmp_path / "a.txt").write_text(text)
-    monkeypatch.setattr(streams, "CHUNK_BYTES", size)
-    monkeypatch.setattr(streams, "PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(text_pieces, "CHUNK_BYTES", size)
+    monkeypatch.setattr(text_pieces, "PIECE_CHARACTERS", 50)
     records = list(read_records(tmp_path / "a.txt"))
     pieces = [record.value["text"] for record in records]
     assert "".join(pieces) == text
@@ -96,7 +97,7 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(
     tokenizer = make()
     (tmp_path / "a.txt").write_text("one line\n" * 30)
     whole = load_rows(tmp_path / "a.txt", tokenizer, DataOptions(max_length=64))
-    monkeypatch.setattr(streams, "PIECE_CHARACTERS", 100)
+    monkeypatch.setattr(text_pieces, "PIECE_CHARACTERS", 100)
     pieces = load_rows(tmp_path / "a.txt", tokenizer, DataOptions(max_length=64))
     assert pieces.stats.records == 3 and pieces.stats.tokens == whole.stats.tokens
     joined = [[int(i) for row in rows for i in row.input_ids] for rows in (whole, pieces)]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training
+from megatrain.adviser.chosen_rates import GivenRates, known_rates, measured_gpu
 from megatrain.adviser.experts import mixture_figures
-from megatrain.adviser.known_rates import GivenRates, known_rates, measured_gpu
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatrain.adviser.known_rates import compute_of_gpu
+from megatrain.adviser.chosen_rates import compute_of_gpu
 from megatrain.engine import EngineOptions, step_plan
 from megatrain.engine.device import DEVICE_RESERVE
 from megatrain.engine.kept_rates import GpuRates
