@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 RESULTS = Path(__file__).parent / "results" / "checkpoint_cost.jsonl"
 
 
@@ -115,6 +117,8 @@ def train(keys: dict[str, Any], save_once: int | None = None) -> dict[str, Any]:
 
     def measured_steps(loop: Loop) -> None:
         before = memory.reset()
+        seen["files_in_memory_bytes"] = psutil.Process().memory_info().shared
+        seen["private_before_steps_bytes"] = before
         steps(loop)
         seen["loop_peak_bytes"] = memory.peak - before
 
@@ -132,6 +136,7 @@ def train(keys: dict[str, Any], save_once: int | None = None) -> dict[str, Any]:
     lines = (Path(keys["output_dir"]) / "log.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     seen["saves"] = [row for row in rows if "checkpoint_seconds" in row]
+    seen["tokens_per_second"] = [r["tokens_per_second"] for r in rows if "tokens_per_second" in r]
     return seen
 
 

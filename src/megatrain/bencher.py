@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -277,6 +278,8 @@ def _figures(
         "host_bytes": plan.need.host,
         "disk": None if plan.disk is None else plan.disk.figures(),
         "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_rss_at_end_bytes": (memory := psutil.Process().memory_info()).rss,
+        "host_files_at_end_bytes": memory.shared,
         "first_loss": results[0].loss,
         "last_loss": results[-1].loss,
     }

@@ -31,7 +31,7 @@ STATE_PURPOSES = (Purpose.EXP_AVG, Purpose.EXP_AVG_SQ, Purpose.RESIDUAL)
 Piece = tuple[str, Tensor]
 """A file's path in the directory, and the next bytes of it (flat uint8)."""
 Read = Callable[[int], dict[str, Tensor]]
-"""A block's weights by the parameters' full names; blocks are of whole layers."""
+"""A block's weights by the parameters' full names, where they are; blocks are of whole layers."""
 
 
 def state_file(block: int) -> str:
@@ -153,7 +153,10 @@ class Contents:
             return path, bytes_of(tensor)
 
         for block in self.order:
-            tensors = checkpoint_tensors(self.model, weights(block), conversions)
+            tensors = weights(block)
+            if conversions:  # what they make must not take room on a GPU
+                tensors = {name: each.cpu() for name, each in tensors.items()}
+            tensors = checkpoint_tensors(self.model, tensors, conversions)
             for name in list(tensors):
                 yield block, checked(place[name], name, tensors.pop(name))
             if store is not None and state_file(block) in self.state_files:

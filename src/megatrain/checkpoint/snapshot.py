@@ -52,7 +52,7 @@ class Snapshot:
 
     Args:
         contents: what to write, in the order of overwriting.
-        weights: of a block, on the host.
+        weights: of a block.
         store: where its state is; nothing may be pending or on its way.
         files: where the tensors go.
         pool: its buffers.
@@ -84,8 +84,8 @@ class Snapshot:
         """Until a block was copied that a lane wanted to overwrite; while several wait, once."""
         self._waiting, self._waiting_since = 0, 0.0
         self._lock = threading.Lock()
-        self.seconds = 0.0
-        """Until it had its name."""
+        self.copied_s = self.seconds = 0.0
+        """Until all was copied, and nothing can wait any more; until it had its name."""
         self.error: BaseException | None = None
         """Why it failed, once it has."""
         self.warning = ""
@@ -127,6 +127,7 @@ class Snapshot:
         except BaseException as error:  # noqa: BLE001  told to whoever waits
             self.error = self.error or error
         finally:
+            self.copied_s = self.running_s
             for event in self._copied.values():
                 event.set()
             self._full.put(None)

@@ -105,14 +105,7 @@ class CheckpointWriter:
             self.disk.remove(folder)
 
     def _weights(self, block: int) -> dict[str, Tensor]:
-        """On the host; what is converted for the file must not take room on the GPU."""
-        return join_blocks(self.model, self._weights_of, block)
-
-    def _weights_of(self, block: int) -> dict[str, Tensor]:
-        weights = self.store.weights(block)
-        if block in self.store.resident:
-            return {name: tensor.cpu() for name, tensor in weights.items()}
-        return weights
+        return join_blocks(self.model, self.store.weights, block)
 
     def _complete(
         self, folder: Path, files: TensorFiles, state: TrainingState, best: Path | None

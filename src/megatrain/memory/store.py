@@ -19,6 +19,9 @@ from megatrain.memory.disk import DiskBlocks, DiskTier
 from megatrain.memory.slab import HostSlab
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "int16": torch.int16}
+WRITE_PIECE = 2**22
+"""Masters that are split at a time: what lies between is a multiple of their bytes, and an
+embedding may have half a billion."""
 STREAM_SLOTS = 2
 """Layers on the device at a time where a model is only read: one at work, one on its way."""
 
@@ -171,10 +174,7 @@ class BlockStore:
                     shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
                     raise ValueError(f"{name}: shape {shapes}")
                 if name in residuals:
-                    master = tensor.detach().to(target.device, torch.float32)
-                    weight, residual = split_master(master)
-                    target.copy_(weight)
-                    residuals[name].copy_(residual)
+                    _write_masters(tensor.detach(), target, residuals[name])
                 else:
                     target.copy_(tensor.detach())
 
@@ -214,3 +214,12 @@ class BlockStore:
         self.slab.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _write_masters(tensor: Tensor, weight: Tensor, residual: Tensor) -> None:
+    """Split a tensor of any floating dtype into its target's two halves, piece by piece."""
+    pieces = (each.reshape(-1).split(WRITE_PIECE) for each in (tensor, weight, residual))
+    for master, *halves in zip(*pieces, strict=True):
+        split = split_master(master.to(weight.device, torch.float32))
+        for half, value in zip(halves, split, strict=True):
+            half.copy_(value)

@@ -355,7 +355,7 @@ def cut_blocks(
 def join_blocks(model: BlockModel, read: Callable[[int], Tensors], whole: int) -> dict[str, Tensor]:
     """One block of the uncut model, from those that make it.
 
-    What is cut is copied, a part at a time; what `read` leaves out is left out.
+    What is cut is copied to the host, a part at a time; what `read` leaves out is left out.
 
     Args:
         model: the blocks.
@@ -371,6 +371,6 @@ def join_blocks(model: BlockModel, read: Callable[[int], Tensors], whole: int) -
                 joined[name] = tensor
                 continue
             if name not in joined:
-                joined[name] = tensor.new_empty(shapes[name])
+                joined[name] = torch.empty(shapes[name], dtype=tensor.dtype)
             joined[name][experts.first : experts.end] = tensor
     return {name: joined[name] for name in shapes if name in joined}

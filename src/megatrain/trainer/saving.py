@@ -31,7 +31,8 @@ from megatrain.units import format_bytes
 
 GRACE_S = 30.0
 """What Kubernetes and Slurm leave a process after SIGTERM, unless told otherwise."""
-PROBE_BYTES = 2**27
+PROBE_BYTES, PROBE_S = 2**31, 2.0
+"""Written to learn the disk's rate, and for how long: its first bytes may go to a cache."""
 RECENT_STEPS = 20
 LONGEST_GAP = 64
 """Steps between two attempts at a checkpoint that failed."""
@@ -45,6 +46,8 @@ class SaveFigures:
     nbytes: int
     seconds: float
     """Until it had its name; training goes on meanwhile."""
+    copied_s: float
+    """Until all of it was copied; before that training may have to wait."""
     flush_s: float
     """Updates that were due anyway, done at once and in nobody's shadow."""
     waited_s: float
@@ -159,7 +162,9 @@ class Saver:
         self._engine.before_update = self._snapshot.guard
         step_s = statistics.median(self._durations) if self._durations else 0.0
         beyond = self._writer.nbytes - self._writer.pool.nbytes
-        last = progress.step == self._run.total_steps  # nothing is overwritten any more
+        # Clipped updates of the last step wait until this checkpoint is written.
+        clipped = self._config.max_grad_norm > 0
+        last = progress.step + clipped >= self._run.total_steps  # nothing is overwritten any more
         copying_s = 0.0 if last else max(0.0, beyond / self._rate - step_s)
         self._expected_s = hold_up_s + copying_s
 
@@ -258,6 +263,7 @@ class Saver:
             step=self._step,
             nbytes=nbytes,
             seconds=snapshot.seconds,
+            copied_s=snapshot.copied_s,
             flush_s=self._flush_s,
             waited_s=snapshot.waited_s + self._held_up_s,
             expected_wait_s=self._expected_s,
@@ -287,13 +293,14 @@ def _write_rate(writer: CheckpointWriter) -> float:
         UserError: if not even that can be written.
     """
     path, disk = writer.output / ".checkpoint-0.writing", writer.disk
-    block, count = os.urandom(2**20), max(1, min(PROBE_BYTES, writer.nbytes) // 2**20)
+    block, most, written = os.urandom(2**20), min(PROBE_BYTES, writer.nbytes), 0
     try:
         disk.remove(path)
         began = time.perf_counter()
         file = disk.create(path)
-        for _ in range(count):
+        while not written or (written < most and time.perf_counter() - began < PROBE_S):
             file.write(block)
+            written += len(block)
         file.close()
         seconds = time.perf_counter() - began
         disk.remove(path)
@@ -303,4 +310,4 @@ def _write_rate(writer: CheckpointWriter) -> float:
             found=f"no way to write there ({error.strerror})",
             change="make room, choose another output_dir, or set save_strategy: no",
         ) from error
-    return count * len(block) / seconds
+    return written / seconds
