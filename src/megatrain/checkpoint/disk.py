@@ -6,14 +6,20 @@ record the order, fill the disk or fail an operation.
 
 import os
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-SYNC_BYTES = 2**28
-"""Written bytes after which they are sent to the disk: they must not pile up in memory."""
+SYNC_BYTES = 2**27
+"""Written bytes after which they are sent to the disk, while the next are written: twice as many
+are in memory at most, and they must not pile up there."""
 READ_BYTES = 2**24
+
+_SENDERS = ThreadPoolExecutor(2, thread_name_prefix="megatrain-disk")
+"""A checkpoint has a file of weights and one of state in writing."""
 
 Data = bytes | memoryview
 
@@ -33,7 +39,8 @@ class DiskFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("xb", buffering=0)
         self._hash = xxhash.xxh3_128()
-        self._nbytes = self._synced = 0
+        self._nbytes = self._sent = 0
+        self._sending: Future[None] | None = None
 
     def write(self, data: Data) -> None:
         """Append; what is written may still be in memory."""
@@ -43,23 +50,37 @@ class DiskFile:
             written = self._file.write(view)
             self._nbytes += written
             view = view[written:]
-        if self._nbytes - self._synced >= SYNC_BYTES:
-            os.fdatasync(self._file.fileno())
-            # Written pages would push out what the page cache is good for.
-            os.posix_fadvise(self._file.fileno(), 0, self._nbytes, os.POSIX_FADV_DONTNEED)
-            self._synced = self._nbytes
+        if self._nbytes - self._sent >= SYNC_BYTES:
+            self._finish_sending()
+            self._sending = _SENDERS.submit(_send, self._file.fileno(), self._nbytes)
+            self._sent = self._nbytes
 
     def close(self) -> FileRecord:
         """All of it is on the disk when this returns."""
         try:
+            self._finish_sending()
             os.fsync(self._file.fileno())
         finally:
-            self._file.close()
+            self.abandon()
         return FileRecord(nbytes=self._nbytes, digest=self._hash.hexdigest())
 
     def abandon(self) -> None:
         """Close without a promise, if it is not closed."""
+        with suppress(OSError):
+            self._finish_sending()  # its number may be another file's once it is closed
         self._file.close()
+
+    def _finish_sending(self) -> None:
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+
+def _send(file: int, nbytes: int) -> None:
+    """What is written of a file goes to the disk."""
+    os.fdatasync(file)
+    # Written pages would push out what the page cache is good for.
+    os.posix_fadvise(file, 0, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 class Disk:

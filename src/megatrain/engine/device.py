@@ -51,10 +51,14 @@ def limit_device_memory(device: torch.device, nbytes: int) -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give back what torch keeps of freed tensors, which another stream could not use."""
+    """Give back what torch keeps of freed tensors: on the device, where another stream could not
+    use it, and page-locked on the host, where compiling leaves gigabytes (kernels that add in place
+    are tried on tensors that are put aside there).
+    """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()
 
 
 def free_device_bytes(device: torch.device) -> int | None:
