@@ -9,7 +9,8 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from megatrain.adviser import plan_in_micro_batches
 from megatrain.data import Row
 from megatrain.engine import (
     Engine,
@@ -28,6 +30,7 @@ from megatrain.engine import (
     step_plan,
 )
 from megatrain.engine.meter import GpuMeter
+from megatrain.engine.options import largest_shape
 from megatrain.errors import UserError
 from megatrain.memory import BlockStore
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
@@ -62,7 +65,8 @@ class BenchOptions:
     rows: int = 32
     length: int = 1024
     """Rows of an optimizer step, and tokens of a row."""
-    micro_rows: int = 16
+    micro_rows: int | None = 16
+    """None: chosen, as by a run with micro_batch_tokens: auto."""
     steps: int = 10
     warmup_steps: int = 3
     """Steps before those that count."""
@@ -114,17 +118,10 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     budgets = _budgets(options, step_plan(model, engine_options), device)
     check_options_and_memory(model, engine_options, device=device, budgets=budgets)
     meter = GpuMeter(device)
-    plan = plan_run(
-        model,
-        engine_options,
-        device=device,
-        loss=cross_entropy,
-        num_rows=options.rows,
-        longest=options.length,
-        place=options.place,
-        budgets=budgets,
-    )
+    plan = _plan(options, model, engine_options, device, budgets)
     say(plan.in_words())
+    shape = largest_shape(model, plan.options, num_rows=options.rows, longest=options.length)
+    options = replace(options, micro_rows=shape[0])
     store = BlockStore.filled(
         [block.layout for block in model.blocks],
         _random_weights(model, device),
@@ -144,6 +141,37 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     engine.close()
     store.close()
     return row
+
+
+def _plan(
+    options: BenchOptions,
+    model: BlockModel,
+    engine_options: EngineOptions,
+    device: torch.device,
+    budgets: Budgets,
+) -> RunPlan:
+    measure = partial(
+        plan_run,
+        model,
+        device=device,
+        loss=cross_entropy,
+        num_rows=options.rows,
+        longest=options.length,
+        place=options.place,
+        budgets=budgets,
+    )
+    if options.micro_rows is not None:
+        return measure(engine_options)
+    return plan_in_micro_batches(
+        measure,
+        model,
+        engine_options,
+        device=device,
+        num_rows=options.rows,
+        longest=options.length,
+        budgets=budgets,
+        offload=options.offload,
+    )
 
 
 def _shape(options: BenchOptions) -> Any:
@@ -167,6 +195,12 @@ def _budgets(options: BenchOptions, plan: StepPlan, device: torch.device) -> Bud
             asked=f"offload with --place {options.place}",
             found="two rules for the same blocks",
             change="leave one of them out",
+        )
+    if options.micro_rows is None and options.place != "auto":
+        raise UserError(
+            asked=f"--micro-rows auto with --place {options.place}",
+            found="a choice that goes with what the planner places",
+            change="give a number of rows",
         )
     offload = read_offload(
         options.offload, plan, has_gpu=device.type == "cuda", has_disk=options.disk_path is not None

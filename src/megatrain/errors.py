@@ -24,3 +24,7 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[Any, ...]:
         """As what a process hands to another: exceptions are made again of positions, else."""
         return partial(UserError, asked=self.asked, found=self.found, change=self.change), ()
+
+
+class NoRoomError(UserError):
+    """What was asked for needs more memory than there is; smaller micro-batches may fit."""

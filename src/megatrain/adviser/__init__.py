@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training
-from megatrain.adviser.chosen_rates import GivenRates, known_rates, measured_gpu
+from megatrain.adviser.chosen_rates import GivenRates, known_gpu, known_rates
 from megatrain.adviser.experts import mixture_figures
+from megatrain.adviser.micro_batches import Earlier, plan_in_micro_batches
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu
 from megatrain.models import BlockModel
 
-__all__ = ["GivenRates", "Training", "plan_run_of"]
+__all__ = ["Earlier", "GivenRates", "Training", "plan_in_micro_batches", "plan_run_of"]
 
 
 def plan_run_of(
@@ -95,9 +96,9 @@ def _check_together(
         raise UserError(asked="--gpu all", found=found, change="give --disk-rate too")
     if every and micro_rows is None:
         raise UserError(
-            asked="--micro-rows auto with --gpu all",
+            asked="--gpu all with micro-batches that are chosen (auto)",
             found="micro-batches that would differ from GPU to GPU",
-            change="name one GPU, or give a number of rows",
+            change="name one GPU, or give --micro-rows a number",
         )
 
 
@@ -158,7 +159,7 @@ def this_gpu() -> Gpu:
             change=f"name one with --gpu ({known}; or all, to compare them)",
         )
     name = torch.cuda.get_device_name(0)
-    found = find_gpu(name) or measured_gpu(name)
+    found = known_gpu(name)
     if found is None:
         raise UserError(
             asked="a plan for this machine",

@@ -42,6 +42,11 @@ UNLIMITED = 2**60
 COMPILED = EngineOptions(compile_backend="inductor")
 
 
+def even_splits(num_rows: int) -> list[int]:
+    """Rows of a micro-batch, ascending, of which a whole number make a step."""
+    return [rows for rows in range(1, num_rows + 1) if num_rows % rows == 0]
+
+
 def whole_state(model: BlockModel) -> int:
     """Bytes of a checkpoint from which a run can go on."""
     return state_bytes([block.layout for block in model.blocks])
@@ -259,18 +264,24 @@ class Adviser:
         except UserError:
             return None
 
-    def with_micro_rows(self, question: Question) -> Question:
-        """The same run in the micro-batches, of all that split its rows evenly, that suit it best.
+    def best_micro_rows(self, question: Question) -> int | None:
+        """Rows of the micro-batches, of all that split its rows evenly, that suit a run best.
 
-        If none fits: in those of the default, so that what is missing is told.
+        None: it does not fit in any.
         """
-        sizes = [n for n in range(1, question.rows + 1) if question.rows % n == 0]
+        sizes = even_splits(question.rows)
         asked = {n: self.try_ask(replace(question, micro_rows=n)) for n in sizes}
         seconds = {n: found.placement.seconds for n, found in asked.items() if found is not None}
         limit = AS_FAST * min(seconds.values(), default=0.0)
+        return max((n for n, each in seconds.items() if each <= limit), default=None)
+
+    def with_micro_rows(self, question: Question) -> Question:
+        """The same run in those micro-batches.
+
+        If none fits: in those of the default, so that what is missing is told.
+        """
         usual = min(question.rows, Question.micro_rows)
-        chosen = max((n for n, each in seconds.items() if each <= limit), default=usual)
-        return replace(question, micro_rows=chosen)
+        return replace(question, micro_rows=self.best_micro_rows(question) or usual)
 
     def faster(self, question: Question, found: Answer) -> Iterator[str]:
         """Changes that would bring more tokens a second, each with what it would bring."""

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.engine.kept_rates import GpuRates, stored_calibration
 from megatrain.engine.rates import host_update_rate
-from megatrain.hardware import Gpu
+from megatrain.hardware import Gpu, find_gpu
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import compute_in_steps, compute_of
 from megatrain.schedule import ComputeRates
@@ -68,8 +68,12 @@ def compute_of_gpu(gpu: Gpu, measured: GpuRates | None) -> ComputeRates:
     )
 
 
-def measured_gpu(name: str) -> Gpu | None:
-    """The GPU in this machine, of which nothing is published here; None if nothing was measured."""
+def known_gpu(name: str) -> Gpu | None:
+    """The GPU in this machine: as published or, if it is not, as measured; None if neither."""
+    return find_gpu(name) or _measured_gpu(name)
+
+
+def _measured_gpu(name: str) -> Gpu | None:
     kept = stored_calibration().found
     if kept is None or kept.gpu is None or not kept.gpu.products:
         return None

@@ -103,6 +103,9 @@ def parse_micro_rows(text: str) -> int | None:
     return int(text)
 
 
+MicroRows = Annotated[
+    str, typer.Option(help="Rows of a micro-batch; auto: what suits this machine best.")
+]
 ExpertParts = Annotated[
     int | None,
     typer.Option(min=1, help="Stream a layer's experts in so many blocks; default: as needed."),

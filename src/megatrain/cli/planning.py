@@ -160,7 +160,10 @@ def _of_config(
         "blocks": run.model,
         "rows": config.rows_per_step(given.get("length", run.length)),
         "length": run.length,
-        "micro_rows": config.per_device_train_batch_size,
+        # None: the planner chooses, here as for train.
+        "micro_rows": None
+        if config.micro_batch_tokens == "auto"
+        else config.per_device_train_batch_size,
         "max_grad_norm": config.max_grad_norm,
         "gpu_memory": parse_size("gpu_memory", config.gpu_memory),
         "host_memory": parse_size("host_memory", config.host_memory),

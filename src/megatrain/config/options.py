@@ -161,6 +161,11 @@ class TrainConfig(RunKeys, WatchingKeys, OptimizerKeys, StepKeys, DataKeys, Mode
             raise ValueError("gpu_memory needs a GPU, and device is cpu")
         if self.tokens_per_step is not None and self.gradient_accumulation_steps != 1:
             raise ValueError("tokens_per_step and gradient_accumulation_steps: keep one")
+        if self.full_determinism and self.micro_batch_tokens == "auto":
+            raise ValueError(
+                "full_determinism needs a number for micro_batch_tokens: what auto chooses depends"
+                " on rates that are measured (a run prints what it has chosen)"
+            )
         if self.disk_memory is not None and self.disk_path is None:
             raise ValueError("disk_memory needs disk_path")
         if self.trace_steps is not None and self.trace is None:

@@ -1,7 +1,7 @@
 """Which options may change between a checkpoint and the run that goes on from it.
 
 Promise: every key of the config is in one of three sets; a change is free, told, or refused,
-never ignored.
+never ignored.  `micro_batch_tokens: auto` is no change: it goes on with what the checkpoint has.
 """
 
 import json
@@ -112,7 +112,8 @@ def changes(before: Mapping[str, Any], now: TrainConfig) -> tuple[list[str], lis
         default = None if info.is_required() else info.get_default(call_default_factory=True)
         was = before.get(name, default)
         value = json.loads(json.dumps(getattr(now, name)))  # as it comes out of a file
-        if name in FREE or was == value:
+        goes_on = name == "micro_batch_tokens" and value == "auto" and was is not None
+        if name in FREE or was == value or goes_on:
             continue
         (told if name in TOLD else refused).append(f"{name}: {value}, was {was}")
     return refused, told

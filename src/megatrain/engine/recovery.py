@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatrain.engine.microbatch import MicroBatch
 from megatrain.engine.state import LayerInputs, StepState
-from megatrain.errors import UserError
+from megatrain.errors import NoRoomError
 from megatrain.models import BlockModel
 from megatrain.models.passes import Gradients, Run, Tensors, Written, backward, forward
 from megatrain.models.row_share import RowShare, has_rows_in_front
@@ -26,7 +26,7 @@ from megatrain.models.row_share import RowShare, has_rows_in_front
 T = TypeVar("T")
 
 
-class DeviceMemoryError(UserError):
+class DeviceMemoryError(NoRoomError):
     """The device has no room for an operation, nor for its smallest pieces."""
 
     @classmethod

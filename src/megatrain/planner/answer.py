@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import UserError
+from megatrain.errors import NoRoomError
 from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.disk import DiskUse, check_disk, disk_use, tier_for, with_disk
 from megatrain.planner.fit import MemoryNeed, memory_need
@@ -171,7 +171,7 @@ def state_bytes(layouts: Sequence[BlockLayout]) -> int:
     return sum(layout.nbytes(purpose) for layout in layouts for purpose in STATE)
 
 
-class HostTooSmallError(UserError):
+class HostTooSmallError(NoRoomError):
     """Even with all of the device in use the host cannot hold the rest.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import UserError
+from megatrain.errors import NoRoomError
 from megatrain.layout import BlockLayout
 from megatrain.memory import DiskTier
 from megatrain.planner.fit import memory_need
@@ -160,10 +160,10 @@ def check_disk(tier: DiskTier, nbytes: int, *, budget: int, allowed: bool) -> No
         allowed: whether `disk_memory` says so, or that is what is free.
 
     Raises:
-        UserError: naming both.
+        NoRoomError: naming both.
     """
     if nbytes > budget:
-        raise UserError(
+        raise NoRoomError(
             asked=f"{format_bytes(nbytes)} in {tier.path}, for the state of"
             f" {len(tier.blocks)} blocks that host memory has no room for",
             found=f"{format_bytes(budget)} {'allowed by disk_memory' if allowed else 'free there'}",

@@ -6,7 +6,7 @@ The slabs and slots are counted to the byte from the layouts; activations are no
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatrain.errors import UserError
+from megatrain.errors import NoRoomError
 from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.memory import HostSlab
 from megatrain.planner.host import host_memory
@@ -88,10 +88,10 @@ def check_fits(
         to: what the memory is for, in words.
 
     Raises:
-        UserError: naming what is needed by purpose and what there is.
+        NoRoomError: naming what is needed by purpose and what there is.
     """
     if device_free is not None and need.device_slots > device_free:
-        raise UserError(
+        raise NoRoomError(
             asked=f"{to} with {format_bytes(need.device_slots)} of slots on the GPU, before"
             " activations",
             found=f"{format_bytes(device_free)} free there",
@@ -105,7 +105,7 @@ def check_fits(
         return
     slots = "" if has_gpu else f", slots {format_bytes(need.device_slots)}"
     source = free.in_words() if budget is None else "is allowed by host_memory"
-    raise UserError(
+    raise NoRoomError(
         asked=f"{to} with {format_bytes(total)} of host memory ({need.table()}{slots})",
         found=f"{format_bytes(have)} {source}",
         change="choose a smaller model, or free memory"

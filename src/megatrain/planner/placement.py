@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from megatrain.errors import UserError
+from megatrain.errors import NoRoomError
 from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
@@ -88,7 +88,7 @@ class PlacementRule:
         """The placement with the shortest estimated step.
 
         Raises:
-            UserError: if not even one layer at a time fits the budget.
+            NoRoomError: if not even one layer at a time fits the budget.
         """
         prefixes = [frozenset(range(count)) for count in range(self.plan.head + 1)]
         residents = [*prefixes, *(prefix | {self.plan.head} for prefix in prefixes[1:])]
@@ -134,7 +134,7 @@ class PlacementRule:
         )
 
     def _refuse(self, placement: Placement) -> NoReturn:
-        raise UserError(
+        raise NoRoomError(
             asked=f"train within {format_bytes(self.budget)} of GPU memory",
             found=f"{format_bytes(placement.device_bytes)} needed with the state of"
             f" {len(placement.resident)} blocks there: {format_bytes(self._slots(self.plan))}"
@@ -149,7 +149,7 @@ class PlacementRule:
         """Everything streamed, or the state of every block on the device; all layers recomputed.
 
         Raises:
-            UserError: if it does not fit the budget.
+            NoRoomError: if it does not fit the budget.
         """
         blocks = range(self.plan.head + 1) if on_device else ()
         placement = self.placement(frozenset(blocks), NONE)

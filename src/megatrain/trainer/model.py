@@ -139,7 +139,7 @@ def learning_rate_of(config: TrainConfig, *, total_steps: int) -> Callable[[int]
 
 def engine_options(config: TrainConfig, device: torch.device) -> EngineOptions:
     """As far as they do not depend on the data."""
-    compiles = config.torch_compile
+    tokens, compiles = config.micro_batch_tokens, config.torch_compile
     if compiles is None:
         compiles = device.type == "cuda"
     return EngineOptions(
@@ -151,7 +151,7 @@ def engine_options(config: TrainConfig, device: torch.device) -> EngineOptions:
         ),
         max_grad_norm=config.max_grad_norm,
         micro_batch_rows=config.per_device_train_batch_size,
-        micro_batch_tokens=config.micro_batch_tokens,
+        micro_batch_tokens=None if tokens == "auto" else tokens,
         gradient_dtype=config.gradient_dtype,
         always_with_graph=config.full_determinism,
         seed=config.seed,

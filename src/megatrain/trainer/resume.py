@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatrain.adviser import Earlier
 from megatrain.checkpoint import (
     TrainingState,
     checkpoints,
@@ -42,6 +43,12 @@ class Resumption:
 
     folder: Path
     state: TrainingState
+
+    @property
+    def split(self) -> Earlier | None:
+        """Of its steps into micro-batches; None: by rows, or not known."""
+        tokens = self.state.config.get("micro_batch_tokens")
+        return None if tokens is None else Earlier(checkpoint=self.folder.name, tokens=tokens)
 
     def load(
         self, run: PreparedRun, *, resident: frozenset[int], disk: DiskTier | None = None

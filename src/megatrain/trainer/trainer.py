@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatrain.adviser import plan_in_micro_batches
 from megatrain.checkpoint import Disk
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine, Loss, check_loss, cross_entropy, loss_name
@@ -124,16 +126,33 @@ class Trainer:
             self.notes.append(note)
 
     def _plan(self) -> RunPlan:
-        run = self.run
-        plan = plan_run(
+        """With `auto` the config says from here on how a step is split, and so do checkpoints."""
+        run, config = self.run, self.config
+        measure = partial(
+            plan_run,
             self.model,
-            run.options,
             device=run.device,
             loss=self.loss,
             num_rows=run.sampler.rows_per_step,
             longest=run.longest,
             budgets=run.memory,
         )
+        if config.micro_batch_tokens != "auto":
+            plan = measure(run.options)
+        else:
+            plan = plan_in_micro_batches(
+                measure,
+                self.model,
+                run.options,
+                device=run.device,
+                num_rows=run.sampler.rows_per_step,
+                longest=run.longest,
+                budgets=run.memory,
+                offload=config.offload,
+                earlier=None if self.resumed is None else self.resumed.split,
+            )
+            chosen = {"micro_batch_tokens": plan.options.micro_batch_tokens}
+            self.config = config.model_copy(update=chosen)
         if plan.disk is not None:
             self._check_room(plan.disk)
         return plan
@@ -148,13 +167,14 @@ class Trainer:
         Raises:
             SystemExit: with 128 + the signal's number, if one has ended the run.
         """
-        config, run = self.config, self.run
-        if config.full_determinism:
+        run = self.run
+        if self.config.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         with self.output as output, Console(run.total_steps, quiet=self.quiet) as console:
             matmul = matmul_flops_per_s(run.device, DTYPES[run.compute_dtype])
             plan = self._plan()
+            config = self.config
             store = self._load_weights(console.note, plan)
             engine = self._engine(plan, store)
             writer = output.writer(config, run, store)

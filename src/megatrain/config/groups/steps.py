@@ -1,5 +1,7 @@
 """Keys that say how many steps there are, and what is in one."""
 
+from typing import Any, Literal
+
 from pydantic import Field, field_validator
 
 from megatrain.config.groups.keys import Keys
@@ -28,8 +30,10 @@ class StepKeys(Keys):
         description="Rows of an evaluation batch; eight batches go through each block together, in"
         " micro-batches of at most per_device_train_batch_size.",
     )
-    micro_batch_tokens: int | None = Field(
-        None, ge=1, description="Padded tokens of one micro-batch; the step's rows stay the same."
+    micro_batch_tokens: int | Literal["auto"] | None = Field(
+        None,
+        description="Padded tokens of one micro-batch; the step's rows stay the same. auto: as many"
+        " as suit this machine, see docs/memory.md.",
     )
 
     def rows_per_step(self, tokens_of_row: float = 1.0) -> int:
@@ -41,6 +45,14 @@ class StepKeys(Keys):
         if self.tokens_per_step is None:
             return self.per_device_train_batch_size * self.gradient_accumulation_steps
         return max(1, round(self.tokens_per_step / tokens_of_row))
+
+    @field_validator("micro_batch_tokens", mode="before")
+    @classmethod
+    def _is_auto_or_positive(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not (value is None or value == "auto" or (is_number and value >= 1)):
+            raise ValueError("give a number from 1, or auto")
+        return value
 
     @field_validator("max_steps")
     @classmethod
