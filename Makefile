@@ -47,8 +47,9 @@ test-gpu: ## tests that need CUDA, with the python that has it
 bench: $(READY) ## the host's AdamW sweep against its memory floor
 	$(BIN)/python benchmarks/adamw_host.py
 
-docs: $(READY) ## generate docs/config.md
+docs: $(READY) ## generate docs/config.md, and the plans that docs/memory.md shows
 	$(BIN)/python scripts/generate_config_docs.py
+	$(BIN)/python scripts/generate_plans_docs.py
 
 models: $(READY) ## generate docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/generate_models_docs.py

@@ -14,8 +14,8 @@ from typer.testing import CliRunner, Result
 
 from megatrain import adviser
 from megatrain.adviser import chosen_rates
-from megatrain.adviser.adviser import Question
 from megatrain.adviser.chosen_rates import GivenRates
+from megatrain.adviser.question import Question
 from megatrain.cli import app
 from megatrain.engine import EngineOptions, calibration, compute_rates, cross_entropy, kept_rates
 from megatrain.engine.calibration import in_lines

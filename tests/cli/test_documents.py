@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from scripts.generate_plans_docs import SHOWN
 from typer.testing import CliRunner
 
 from megatrain.cli import app
@@ -18,6 +19,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 COMMAND = re.compile(r"^(?:\.venv/bin/)?megatrain (.*)$", re.MULTILINE)
+
 SHORT = ["--max_steps", "2", "--max_length", "64", "--overwrite_output_dir", "true"]
 
 
@@ -27,6 +29,9 @@ def commands() -> list[str]:
 
 def test_the_commands_shown_run_in_the_order_shown(workspace: Path) -> None:
     found = commands()
+    shown = (ROOT / "docs" / "memory.md").read_text()
+    answers = {match["command"]: match["output"] for match in SHOWN.finditer(shown)}
+    assert len(answers) >= 8
     assert {command.split()[0] for command in found} >= {"train", "eval"}
     for command in found:
         arguments = shlex.split(command)
@@ -36,6 +41,8 @@ def test_the_commands_shown_run_in_the_order_shown(workspace: Path) -> None:
             continue
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, (command, result.exception)
+        if command in answers:
+            assert result.stdout == answers[command], f"{command}: run make docs"
 
 
 def test_python_in_the_readme_runs(workspace: Path) -> None:

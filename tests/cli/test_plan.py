@@ -9,7 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from megatrain.adviser.adviser import Adviser, Question
+from megatrain.adviser.adviser import Adviser
+from megatrain.adviser.question import Question
 from megatrain.cli import app
 from megatrain.engine.buffers import StepBuffers
 from megatrain.errors import UserError
@@ -109,6 +110,22 @@ def test_every_suggestion_fits() -> None:
     enough = replace(question, host_memory=int((gib + 0.01) * 2**30))
     assert adviser.try_ask(enough) is not None
     assert adviser.try_ask(replace(question, host_memory=int((gib - 0.02) * 2**30))) is None
+
+
+def test_less_memory_for_checkpoints_may_be_all_that_is_missing() -> None:
+    """With it the plan fits, and with twice as much it does not."""
+    adviser = Adviser(str(SMALL))
+    question = Question(
+        model=str(SMALL), gpu=GPUS["RTX 4090"], host_memory=2**40, update_params_per_s=4e9, rows=4
+    )
+    least = adviser.least_host_memory(question.with_checkpoint_memory(0))
+    assert least is not None
+    question = replace(question, host_memory=least + 300 * 2**20)
+    assert adviser.try_ask(question) is None
+    found = [words for words in adviser.smaller(question) if "checkpoint_memory" in words]
+    assert found == ["checkpoint_memory: 256MiB (training waits longer)"]
+    assert adviser.try_ask(question.with_checkpoint_memory(2**28)) is not None
+    assert adviser.try_ask(question.with_checkpoint_memory(2**29)) is None
 
 
 def test_all_gpus_are_compared() -> None:

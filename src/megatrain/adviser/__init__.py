@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from megatrain.adviser.adviser import UNLIMITED, Adviser, Question, Training
+from megatrain.adviser.adviser import Adviser
 from megatrain.adviser.chosen_rates import GivenRates, known_gpu, known_rates
 from megatrain.adviser.experts import mixture_figures
 from megatrain.adviser.micro_batches import Earlier, plan_in_micro_batches
+from megatrain.adviser.question import UNLIMITED, Question, Training
 from megatrain.adviser.words import compare, describe, figures, refusal, whole_run
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS, Gpu, find_gpu

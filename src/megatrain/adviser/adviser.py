@@ -1,16 +1,15 @@
 """Questions about runs of one model, and answers from its config alone."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from megatrain.adviser.chosen_rates import compute_of_gpu
-from megatrain.engine import EngineOptions, step_plan
+from megatrain.adviser.question import UNLIMITED, Question
+from megatrain.adviser.smaller import smaller_kinds
+from megatrain.engine import step_plan
 from megatrain.engine.device import DEVICE_RESERVE
-from megatrain.engine.kept_rates import GpuRates
 from megatrain.engine.options import largest_shape
 from megatrain.errors import UserError
-from megatrain.hardware import GPUS, Gpu
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.hub import find_model
 from megatrain.models.parts import carried_inputs, in_parts
@@ -19,17 +18,15 @@ from megatrain.placing import (
     Budgets,
     check_offload_of_parts,
     checkpoint_purposes,
-    default_checkpoint_memory,
     parts_that_fit,
     placement_rule,
     with_room_for_waiting,
     with_slots,
 )
 from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
-from megatrain.planner.answer import Answer, DiskRoom, HostTooSmallError, answer, state_bytes
-from megatrain.planner.estimate import estimate_footprint, in_stages, rates_of
+from megatrain.planner.answer import Answer, HostTooSmallError, answer
+from megatrain.planner.estimate import estimate_footprint, in_stages
 from megatrain.preflight import find_gguf
-from megatrain.schedule import Rates
 from megatrain.units import format_bytes
 
 BETTER = 1.05
@@ -37,109 +34,11 @@ BETTER = 1.05
 AS_FAST = 1.02
 """Steps that take up to so much longer are as fast: the estimate knows no cost of launches, so of
 their micro-batches the largest is taken."""
-SHORTEST_ROW = 256
-UNLIMITED = 2**60
-COMPILED = EngineOptions(compile_backend="inductor")
 
 
 def even_splits(num_rows: int) -> list[int]:
     """Rows of a micro-batch, ascending, of which a whole number make a step."""
     return [rows for rows in range(1, num_rows + 1) if num_rows % rows == 0]
-
-
-def whole_state(model: BlockModel) -> int:
-    """Bytes of a checkpoint from which a run can go on."""
-    return state_bytes([block.layout for block in model.blocks])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """How a run trains, beside what a `Question` varies."""
-
-    engine: EngineOptions = COMPILED
-    """Its micro_batch_tokens go before a question's micro_rows."""
-    expert_parts: int | None = None
-    """Blocks of a layer's experts; None: as the GPU needs."""
-    checkpoint_memory: Callable[[BlockModel], int] = default_checkpoint_memory
-    """Bytes of the host for checkpoints on their way."""
-    checkpoint_bytes: Callable[[BlockModel], int] = whole_state
-    """Of a checkpoint on the disk."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """A run that might be."""
-
-    model: str
-    """Directory with a config.json, or an id."""
-    rows: int = 32
-    length: int = 1024
-    micro_rows: int = 16
-    max_grad_norm: float = 1.0
-    gpu: Gpu
-    gpu_memory: int | None = None
-    """Bytes; None for all of it."""
-    host_memory: int | None = None
-    """Bytes; None for what is free here."""
-    update_params_per_s: float
-    """Of the host."""
-    measured: GpuRates | None = None
-    """Of this GPU; None: as its data sheet has them."""
-    disk_memory: int | None = None
-    """Bytes of a disk for state that the host has no room for; None: there is none."""
-    disk_bytes_per_s: float | None = None
-    """Read and written there, both at once; None: not known."""
-    offload: Mapping[str, Any] = field(default_factory=dict)
-    """See the config's key."""
-    training: Training = Training()
-    """What no change that is tried is about."""
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes that the run may use."""
-        return min(self.gpu.memory_bytes, self.gpu_memory or UNLIMITED)
-
-    @property
-    def options(self) -> EngineOptions:
-        """As the trainer would have them."""
-        tokens = self.micro_tokens
-        return replace(
-            self.training.engine,
-            micro_batch_rows=self.micro_rows,
-            micro_batch_tokens=None if tokens is None else min(tokens, self.tokens),
-            max_grad_norm=self.max_grad_norm,
-            length_multiple=self.length,
-        )
-
-    @property
-    def rates(self) -> Rates:
-        """Of the machine."""
-        updates = self.update_params_per_s
-        if self.measured is None:
-            return rates_of(self.gpu, update_params_per_s=updates)
-        return self.measured.beside(updates)
-
-    @property
-    def micro_tokens(self) -> int | None:
-        """Padded tokens of a micro-batch; None: micro_rows decide."""
-        return self.training.engine.micro_batch_tokens
-
-    def with_micro_tokens(self, tokens: int) -> "Question":
-        """The same in micro-batches of so many."""
-        engine = replace(self.training.engine, micro_batch_tokens=tokens)
-        return replace(self, training=replace(self.training, engine=engine))
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.rows * self.length
-
-    @property
-    def disk_room(self) -> DiskRoom | None:
-        if self.disk_memory is None:
-            return None
-        rate = self.disk_bytes_per_s
-        return DiskRoom(nbytes=self.disk_memory, rates=None if rate is None else (rate, rate))
 
 
 class Adviser:
@@ -325,7 +224,8 @@ class Adviser:
         if on_disk is not None:
             fits = True
             yield f"a disk of {format_bytes(on_disk.nbytes)} for layers (disk_path, --disk-memory)"
-        for kind in _smaller_kinds(question):
+        pool = question.training.checkpoint_memory(self.placed(question))
+        for kind in smaller_kinds(question, pool):
             for words, changed in kind:
                 if self.try_ask(changed) is not None:
                     fits = True
@@ -333,7 +233,7 @@ class Adviser:
                     break
         if fits or least is not None:
             return
-        for kind in _smaller_kinds(question):
+        for kind in smaller_kinds(question, pool):
             for words, changed in kind:
                 if (least := self.least_host_memory(changed)) is not None:
                     yield f"{words}, with host memory of {format_bytes(least)}"
@@ -345,46 +245,9 @@ class Adviser:
         return None if found is None else found.disk
 
 
-def _smaller_kinds(question: Question) -> Iterator[Iterator[tuple[str, Question]]]:
-    """Changes that need less; of each kind the smallest first."""
-    if question.max_grad_norm:
-        yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
-    if question.offload:
-        yield iter([("without offload", replace(question, offload={}))])
-    if (tokens := question.micro_tokens) is not None:
-        yield ((f"micro_batch_tokens: {n}", question.with_micro_tokens(n)) for n in _halves(tokens))
-    else:
-        yield (
-            (f"micro rows: {n}", replace(question, micro_rows=n))
-            for n in _halves(question.micro_rows)
-        )
-    yield (
-        (f"rows: {n}", replace(question, rows=n, micro_rows=min(n, question.micro_rows)))
-        for n in _halves(question.rows)
-    )
-    yield (
-        (f"length: {n}", replace(question, length=n))
-        for n in _halves(question.length)
-        if n >= SHORTEST_ROW
-    )
-    larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > question.gpu.memory_bytes]
-    yield (
-        (
-            f"a GPU of {format_bytes(gpu.memory_bytes)}, such as {gpu.name}",
-            replace(question, gpu=gpu, gpu_memory=None, measured=None),
-        )
-        for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes)
-    )
-
-
 def _blocks_of(name: str) -> BlockModel:
     folder, gguf_file = find_gguf(name)
     files = find_model(folder, gguf_file=gguf_file)
     config = read_config(files.directory, gguf_file=files.gguf_file)
     built = build_on_meta(config, compute_dtype="bfloat16")
     return split_model(built, compute_dtype="bfloat16")
-
-
-def _halves(number: int) -> Iterator[int]:
-    while number := number // 2:
-        yield number

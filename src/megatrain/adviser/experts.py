@@ -7,7 +7,8 @@ With clipping the host updates while the next forward runs, without it while the
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatrain.adviser.adviser import Adviser, Question
+from megatrain.adviser.adviser import Adviser
+from megatrain.adviser.question import Question
 from megatrain.models.active import active_params, flops_per_token, share_of_experts
 from megatrain.planner.answer import Answer
 from megatrain.planner.durations import UPDATE_BYTES

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from megatrain.adviser.adviser import AS_FAST, Adviser, Question, Training, even_splits
+from megatrain.adviser.adviser import AS_FAST, Adviser, even_splits
 from megatrain.adviser.chosen_rates import GivenRates, known_gpu, known_rates
+from megatrain.adviser.question import Question, Training
 from megatrain.engine import EngineOptions
 from megatrain.engine.device import free_device_bytes, release_cached_memory
 from megatrain.engine.options import padding_of

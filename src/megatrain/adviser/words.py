@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatrain.adviser.adviser import Adviser, Question
+from megatrain.adviser.adviser import Adviser
+from megatrain.adviser.question import Question
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS
 from megatrain.models.parts import parts_in_words

@@ -6,8 +6,9 @@ Masters are never stored a second time: a bf16 weight and its int16 residual *ar
 Price per parameter: 12 bytes (2+2+4+4, or 4+4+4 in fp32), frozen ones 2 or 4.
 """
 
+import ctypes
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 
 import torch
@@ -120,6 +121,7 @@ class BlockStore:
         store = cls(layouts, device=device, resident=resident, disk=disk)
         for block, tensors in chain([first], source):
             store.write(block, tensors)
+        _trim_heap()
         return store
 
     def flat(self, block: int, purpose: Purpose) -> Tensor:
@@ -223,3 +225,10 @@ def _write_masters(tensor: Tensor, weight: Tensor, residual: Tensor) -> None:
         split = split_master(master.to(weight.device, torch.float32))
         for half, value in zip(halves, split, strict=True):
             half.copy_(value)
+
+
+def _trim_heap() -> None:
+    """Give freed memory back to the system: loading left 1.4 GB of it with glibc (1.5B parameters
+    on an H200)."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -11,8 +11,7 @@ from megatrain.units import format_bytes
 WARM_STEPS = 3
 """After so many everything is compiled and in its place."""
 SHARE, LEAST = 0.05, 2 * 2**30
-"""More than both beyond the plan is told.  Up to 1.5 GiB of the host are usual: the process itself
-is planned as 1.4 GiB, and CUDA and compilers take more (benchmarks/results/bench.jsonl)."""
+"""More than both beyond the plan is told: what data and libraries take differs by less."""
 GIB = 2**30
 
 
