@@ -112,6 +112,53 @@ def test_too_little_room_is_said_before_anything_is_loaded(
     assert "4 checkpoints of" in note and "set save_total_limit" in note
 
 
+def test_a_run_that_goes_on_needs_room_for_what_rotation_leaves(workspace: Path) -> None:
+    """Started again where it went on before with the same room: one is removed for each."""
+    train(max_steps=4, save_total_limit=2)
+    kept = list(checkpoints(Path("out")))
+
+    class Small(ScriptedDisk):
+        def free_bytes(self, path: Path) -> int:
+            return 100_000_000  # of 2 x 67.5 MB
+
+    keys: dict[str, Any] = {"resume_from_checkpoint": "auto", "disk": Small()}
+    made = trainer(save_total_limit=len(kept), **keys)
+    assert not any("checkpoints of" in note for note in made.notes)
+    made.output._lock.release()
+    for limit in (3, None):
+        with pytest.raises(UserError, match="room for 2 is needed"):
+            trainer(save_total_limit=limit, **keys)
+    with pytest.raises(UserError, match="room for 2 is needed"):  # they are not this run's
+        trainer(output_dir="new", save_total_limit=1, **keys | {"resume_from_checkpoint": None})
+
+
+def test_a_disk_that_is_full_at_the_start_is_left_as_it_was(workspace: Path) -> None:
+    with pytest.raises(UserError, match="no way to write there"):
+        train(disk=ScriptedDisk(Full("checkpoint-0", what="close")))
+    assert not list(Path("out").glob(".*writing"))
+
+
+def test_an_output_directory_that_cannot_be_listed_ends_no_run(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [False]
+
+    def listed(output: Path) -> dict[int, Path]:
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return checkpoints(output)
+
+    def fails(what: str, path: Path) -> None:
+        broken[0] = "checkpoint-4.writing" in str(path)
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megatrain.trainer.saving.checkpoints", listed)
+    said = notes_of(trainer(disk=ScriptedDisk(fails)), capsys)
+    assert "CHECKPOINT-4 WAS NOT WRITTEN (OSError: Input/output error)" in said
+    assert 8 in checkpoints(Path("out"))
+
+
 def test_a_directory_that_vanishes_is_made_again(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +245,34 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(finished: Path, tmp_path:
         last_whole(out, lambda _: None)
 
 
+@pytest.mark.parametrize("content", ["[]", '{"version": 1, "digest": "", "files": []}', "\0\0"])
+def test_a_manifest_of_anything_else_is_damage(
+    content: str, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (out / "checkpoint-4/training_state/manifest.json").write_text(content)
+    assert last_whole(out, lambda _: None) == out / "checkpoint-2"
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    read = Path.read_text
+
+    def unreadable(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "manifest.json" and "checkpoint-4" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    said: list[str] = []
+    assert last_whole(out, said.append) == out / "checkpoint-2"
+    assert "manifest.json cannot be read (Input/output error)" in said[0]
+
+
 def test_another_version_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(finished, out)
@@ -226,6 +301,9 @@ def test_a_second_run_in_the_same_directory_is_refused(workspace: Path) -> None:
 
 
 def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path) -> None:
+    more = Path("models/base/additional_chat_templates")  # a tokenizer's files have a folder then
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ messages }}")
     disk = ScriptedDisk()
     train(disk=disk, max_steps=4, save_total_limit=1)
     out = Path("out").resolve()
@@ -234,6 +312,7 @@ def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path)
         named = disk.log.index(("rename", final))
         before, after = disk.log[:named], disk.log[named + 1 :]
         files = json.loads((out / "checkpoint-4/training_state/manifest.json").read_text())["files"]
+        assert f"{more.name}/tool_use.jinja" in files
         for name in (*files, "training_state/manifest.json"):
             closed = _last(before, ("close", folder / name))
             parent = (folder / name).parent

@@ -29,7 +29,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 7), max_size=3)),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)),
         min_size=1,
         max_size=12,
     ),
@@ -51,7 +51,7 @@ def test_what_is_written_is_read_by_the_library(
     place = {spec.name: name for name, plan in plans.items() for spec in plan.tensors}
     files = TensorFiles(Disk(), folder, plans)
     for name, tensor in tensors.items():
-        for piece in bytes_of(tensor).split(part):
+        for piece in bytes_of(tensor).split(part):  # one of an empty tensor too
             files.write(place[name], data_of(piece))
     assert files.records.keys() == plans.keys()
     for name, plan in plans.items():

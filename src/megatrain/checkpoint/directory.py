@@ -14,7 +14,6 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megatrain.checkpoint.contents import STATE_FOLDER
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.manifest import MANIFEST, STATE, model_only, verify
 from megatrain.errors import UserError
@@ -131,8 +130,7 @@ def name_while_writing(step: int) -> str:
 def publish(folder: Path, output: Path, step: int, disk: Disk) -> Path:
     """Give a written checkpoint its name; everything in it is on the disk already."""
     final = output / f"checkpoint-{step}"
-    disk.sync_directory(folder / STATE_FOLDER)
-    disk.sync_directory(folder)
+    disk.sync_directories(folder)
     before = output / f".checkpoint-{step}.replaced"  # found again if this process ends now
     if final.exists():
         disk.remove(before)

@@ -58,14 +58,18 @@ class OutputDirectory:
         config: TrainConfig,
         contents: Contents | None,
         count: int,
+        done: int = 0,
         scratch: DiskUse | None = None,
     ) -> str:
         """See that there is room for two checkpoints: the new one is whole before one is removed.
+
+        Where as many are there as are kept, each makes room for the one after the next.
 
         Args:
             config: of the run.
             contents: of a checkpoint.
             count: checkpoints yet to be written.
+            done: steps of this run, whose checkpoints are there already.
             scratch: room that is needed too, if it is on the same file system.
 
         Returns:
@@ -81,15 +85,18 @@ class OutputDirectory:
         if scratch is not None and _same_file_system(self.path, scratch.tier.path):
             free -= scratch.nbytes
             beside = f" beside {format_bytes(scratch.nbytes)} of scratch space (disk_path)"
-        if free < one * min(count, 2):
+        kept, limit = count, config.save_total_limit
+        if limit is not None:
+            there = sum(step <= done for step in checkpoints(self.path))
+            kept = min(count, max(1, limit + 1 - there))
+        if free < one * min(kept, 2):
             raise UserError(
                 asked=f"checkpoints of {format_bytes(one)} in {self.path}{beside}",
-                found=f"{format_bytes(max(free, 0))} free for them, and room for {min(count, 2)}"
+                found=f"{format_bytes(max(free, 0))} free for them, and room for {min(kept, 2)}"
                 " is needed",
                 change="make room, choose another output_dir, or set save_only_model: true or"
                 " save_strategy: no",
             )
-        kept = count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
         if free >= one * kept:
             return ""
         return (
