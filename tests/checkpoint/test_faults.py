@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatrain import preflight
 from megatrain.checkpoint import checkpoints, last_whole, manifest, read_state, verify
 from megatrain.errors import UserError
-from megatrain.trainer import Trainer
+from megatrain.evaluation import EvalResult
+from megatrain.trainer import Trainer, loop
 
 from .runs import ScriptedDisk, full, tensors_of, train, trainer
 
@@ -128,8 +131,13 @@ def test_a_run_that_goes_on_needs_room_for_what_rotation_leaves(workspace: Path)
     for limit in (3, None):
         with pytest.raises(UserError, match="room for 2 is needed"):
             trainer(save_total_limit=limit, **keys)
-    with pytest.raises(UserError, match="room for 2 is needed"):  # they are not this run's
-        trainer(output_dir="new", save_total_limit=1, **keys | {"resume_from_checkpoint": None})
+    # Where there is a best one, it, the last and the next are there together.
+    Small.free_bytes = lambda self, path: 140_000_000  # type: ignore[method-assign]
+    keys |= {"output_dir": "new", "resume_from_checkpoint": None}
+    for evaluates, told in (({}, 0), ({"eval_split": 4, "eval_steps": 2}, 1)):
+        made = trainer(save_total_limit=1, **keys | evaluates)
+        assert sum("3 checkpoints of" in note for note in made.notes) == told
+        made.output._lock.release()
 
 
 def test_a_disk_that_is_full_at_the_start_is_left_as_it_was(workspace: Path) -> None:
@@ -180,6 +188,30 @@ def test_a_directory_without_right_to_write_is_one_error(workspace: Path) -> Non
     made = trainer(disk=ScriptedDisk(refuse))
     with pytest.raises(UserError, match=r"no way to write there .Permission denied."):
         made.train()
+
+
+def test_a_best_checkpoint_that_was_not_written_does_not_cost_the_one_before(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([2.0, 1.0, 3.0, 4.0])
+
+    def scripted(*arguments: Any, **options: Any) -> EvalResult:
+        return EvalResult(loss_sum=next(losses), supervised_tokens=1)
+
+    monkeypatch.setattr(loop, "evaluate_rows", scripted)
+    made = train(
+        disk=ScriptedDisk(Full("checkpoint-4.writing", what="create")),
+        eval_split=4,
+        eval_steps=2,
+        eval_on_start=False,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    assert (made.progress.best_step, made.progress.best_loss) == (2, 2.0)
+    assert list(checkpoints(Path("out"))) == [2, 8]
+    final, best = (AutoModelForCausalLM.from_pretrained(p) for p in ("out", "out/checkpoint-2"))
+    wanted = best.state_dict()
+    assert all(torch.equal(t, wanted[n]) for n, t in final.state_dict().items())
 
 
 def flip(path: Path) -> None:

@@ -55,9 +55,10 @@ class OutputDirectory:
 
     def check_room(
         self,
-        config: TrainConfig,
         contents: Contents | None,
+        *,
         count: int,
+        limit: int | None,
         done: int = 0,
         scratch: DiskUse | None = None,
     ) -> str:
@@ -66,9 +67,9 @@ class OutputDirectory:
         Where as many are there as are kept, each makes room for the one after the next.
 
         Args:
-            config: of the run.
             contents: of a checkpoint.
             count: checkpoints yet to be written.
+            limit: how many are kept; None: all.
             done: steps of this run, whose checkpoints are there already.
             scratch: room that is needed too, if it is on the same file system.
 
@@ -85,7 +86,7 @@ class OutputDirectory:
         if scratch is not None and _same_file_system(self.path, scratch.tier.path):
             free -= scratch.nbytes
             beside = f" beside {format_bytes(scratch.nbytes)} of scratch space (disk_path)"
-        kept, limit = count, config.save_total_limit
+        kept = count
         if limit is not None:
             there = sum(step <= done for step in checkpoints(self.path))
             kept = min(count, max(1, limit + 1 - there))

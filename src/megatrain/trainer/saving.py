@@ -98,6 +98,8 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
+        self._progress = Progress()
+        """Of the run that is saved."""
         self._expected_s = self._flush_s = self._held_up_s = 0.0
         self._written: dict[str, Any] = {}
         """trainer_state.json of the snapshot."""
@@ -155,7 +157,7 @@ class Saver:
         self._held_up_s = time.perf_counter() - began
         self._engine.flush()
         self._flush_s = time.perf_counter() - began - self._held_up_s
-        self._step, self._retry_at = progress.step, None
+        self._step, self._retry_at, self._progress = progress.step, None, progress
         try:
             best = progress.best(self._writer.output)
             state = self._state(progress)
@@ -287,6 +289,7 @@ class Saver:
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)
+        self._progress.lose(self._step)
         what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         assert self._writer is not None
         found = self._last()

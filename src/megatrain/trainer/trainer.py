@@ -123,9 +123,16 @@ class Trainer:
         return resumed.folder.absolute().parent.resolve() == self.output.path
 
     def _check_room(self, scratch: DiskUse | None = None) -> None:
-        saves = Rhythms.of(self.config, self.run).save.count(self.progress.step)
-        done = self.progress.step if self.continues else 0
-        note = self.output.check_room(self.config, self.run.contents, saves, done, scratch)
+        rhythms, limit = Rhythms.of(self.config, self.run), self.config.save_total_limit
+        if limit == 1 and rhythms.evaluate.steps is not None:
+            limit = 2  # the best one and the last one
+        note = self.output.check_room(
+            self.run.contents,
+            count=rhythms.save.count(self.progress.step),
+            limit=limit,
+            done=self.progress.step if self.continues else 0,
+            scratch=scratch,
+        )
         if note and note not in self.notes:
             self.notes.append(note)
 
