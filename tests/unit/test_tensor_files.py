@@ -1,5 +1,8 @@
 """Files that we write as safetensors are what the library reads, whatever their tensors."""
 
+import errno
+import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,25 @@ def test_large_writes_are_sent_to_the_disk_on_the_way(
         file.write(b"x" * 64)
     assert file.close() == record_of(tmp_path / "a")
     assert (tmp_path / "a").stat().st_size == 640
+
+
+@pytest.mark.parametrize("then", ["write", "close"])
+def test_what_cannot_be_sent_to_the_disk_on_the_way_is_no_file(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once, in the thread that sends."""
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megatrain.checkpoint.disk.SYNC_BYTES", 100)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    file = Disk().create(tmp_path / "a")
+    file.write(b"x" * 100)
+    calls = {"write": partial(file.write, b"x" * 100), "close": file.close}
+    with pytest.raises(OSError, match="Input/output error"):
+        calls[then]()
+    file.abandon()
 
 
 def test_one_file_has_the_single_name_and_more_have_numbers() -> None:
