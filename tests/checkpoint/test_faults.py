@@ -324,14 +324,6 @@ def test_a_model_alone_is_no_training_state(workspace: Path) -> None:
         trainer(resume_from_checkpoint="out/checkpoint-4", overwrite_output_dir=True)
 
 
-def test_a_second_run_in_the_same_directory_is_refused(workspace: Path) -> None:
-    first = trainer()
-    with pytest.raises(UserError, match="another run that is writing there"):
-        trainer(overwrite_output_dir=True)
-    first.train()
-    train(overwrite_output_dir=True)
-
-
 def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path) -> None:
     more = Path("models/base/additional_chat_templates")  # a tokenizer's files have a folder then
     more.mkdir()

@@ -23,7 +23,6 @@ from megatrain.checkpoint import (
 from megatrain.checkpoint.contents import (
     STATE_FOLDER,
     STATE_PURPOSES,
-    shape_of,
     state_file,
     state_name,
 )
@@ -366,31 +365,6 @@ def test_saving_and_loading_take_two_blocks_of_memory(tmp_path: Path) -> None:
     with peak_of_private_memory() as peak:
         restore_state(store, engine.model, folder)
     assert peak() < 1.1 * block
-
-
-def test_state_of_any_shape_is_planned_as_it_is_given() -> None:
-    """Scalars and empty tensors too."""
-    from types import SimpleNamespace
-
-    from megatrain.checkpoint.contents import _state_plan, _state_tensors
-    from megatrain.checkpoint.tensors import TensorSpec
-
-    shapes: dict[str, tuple[int, ...]] = {"a": (), "b": (0, 3), "c": (5,), "d": (2, 3)}
-    specs = [
-        ParamSpec(name=name, shape=shape, dtype="bfloat16", trainable=True, decayed=True)
-        for name, shape in shapes.items()
-    ]
-    layout = BlockLayout.build(specs)
-    store = BlockStore([layout], device=torch.device("cpu"))
-    block = SimpleNamespace(layout=layout)
-    model: Any = SimpleNamespace(
-        blocks_of=lambda whole: [whole], whole=SimpleNamespace(blocks=[block])
-    )
-    found = [
-        TensorSpec(name=name, dtype=parts[0].dtype, shape=shape_of(parts))
-        for name, parts in _state_tensors(store, model, 0)
-    ]
-    assert tuple(found) == _state_plan(layout).tensors
 
 
 def test_state_files_hold_every_trained_parameter_once() -> None:

@@ -4,6 +4,8 @@ import errno
 import os
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from megatrain.checkpoint.contents import _state_plan, _state_tensors, shape_of
 from megatrain.checkpoint.disk import Disk, record_of
 from megatrain.checkpoint.tensors import (
     Shards,
@@ -20,6 +23,8 @@ from megatrain.checkpoint.tensors import (
     data_of,
     index_of,
 )
+from megatrain.layout import BlockLayout, ParamSpec
+from megatrain.memory import BlockStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool]
 
@@ -113,3 +118,23 @@ def test_one_file_has_the_single_name_and_more_have_numbers() -> None:
     assert list(shards.plans()) == ["model.safetensors"]
     shards.add(TensorSpec(name="b", dtype=torch.float32, shape=(1,)))
     assert list(shards.plans()) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+def test_state_of_any_shape_is_planned_as_it_is_given() -> None:
+    """Scalars and empty tensors too."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (), "b": (0, 3), "c": (5,), "d": (2, 3)}
+    specs = [
+        ParamSpec(name=name, shape=shape, dtype="bfloat16", trainable=True, decayed=True)
+        for name, shape in shapes.items()
+    ]
+    layout = BlockLayout.build(specs)
+    store = BlockStore([layout], device=torch.device("cpu"))
+    block = SimpleNamespace(layout=layout)
+    model: Any = SimpleNamespace(
+        blocks_of=lambda whole: [whole], whole=SimpleNamespace(blocks=[block])
+    )
+    found = [
+        TensorSpec(name=name, dtype=parts[0].dtype, shape=shape_of(parts))
+        for name, parts in _state_tensors(store, model, 0)
+    ]
+    assert tuple(found) == _state_plan(layout).tensors

@@ -45,7 +45,25 @@ class Lock:
     """
 
     def __init__(self, output: Path) -> None:
-        descriptor = os.open(output / LOCK, os.O_CREAT | os.O_WRONLY)
+        self._output = output
+        self._take()
+
+    def renew(self) -> None:
+        """Take it again if the directory was removed meanwhile: its lock is no other run's.
+
+        Raises:
+            UserError: if another process has it by now.
+        """
+        path = self._output / LOCK
+        held = self.release.alive and path.exists()
+        if not held or not os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+            self.release()
+            self._take()
+
+    def _take(self) -> None:
+        output = self._output
+        descriptor = os.open(output / LOCK, os.O_CREAT | os.O_WRONLY, 0o666)
+        self._descriptor = descriptor
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -128,6 +128,7 @@ class OutputDirectory:
             store=store,
             contents=run.contents,
             output=self.path,
+            lock=self._lock,
             tokenizer=run.tokenizer,
             pool=BufferPool(run.memory.checkpoint, pin=run.device.type == "cuda"),
             limit=config.save_total_limit,
@@ -150,7 +151,7 @@ class OutputDirectory:
         """The final model, or that of the best checkpoint; what became of it, in words.
 
         Raises:
-            UserError: if it cannot be written.
+            UserError: if it cannot be written, or another run writes there by now.
         """
         read: Read = partial(join_blocks, run.blocks.model, store.masters)
         source = ""
@@ -162,6 +163,8 @@ class OutputDirectory:
             except UserError as error:
                 source = f", the last one and not the best ({best.name}: {error.found})"
         try:
+            self.disk.make_directory(self.path)
+            self._lock.renew()
             save_model(
                 run.blocks.model,
                 read,
