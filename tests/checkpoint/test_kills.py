@@ -14,6 +14,7 @@ import yaml
 from benchmarks.kill_and_resume import Campaign, make_input
 
 from megatrain.checkpoint import checkpoints, verify
+from megatrain.trainer.progress import Progress
 from megatrain.trainer.saving import Saver
 
 from .runs import KEYS, OnRow, ScriptedDisk, tensors_of, train, trainer
@@ -109,16 +110,23 @@ def test_a_save_that_runs_already_counts_towards_the_grace(
 ) -> None:
     """20 s for the one that has just begun, and 20 s for another: more than 30 s."""
     monkeypatch.setattr("megatrain.trainer.saving._write_rate", lambda writer: writer.nbytes / 20)
-    let_go, wait = threading.Event(), Saver.wait
+    let_go, stop, wait = threading.Event(), Saver.stop, Saver.wait
+    stopping: list[int] = []
 
     def late(what: str, path: Path) -> None:
         if what == "write" and "checkpoint-2" in str(path):
             assert let_go.wait(60)
 
+    def stops(saver: Saver, progress: Progress, number: signal.Signals) -> None:
+        stopping.append(progress.step)
+        stop(saver, progress, number)
+
     def waits(saver: Saver) -> None:
-        let_go.set()
+        if stopping:
+            let_go.set()
         wait(saver)
 
+    monkeypatch.setattr(Saver, "stop", stops)
     monkeypatch.setattr(Saver, "wait", waits)
     made = trainer(disk=ScriptedDisk(late))
     made.quiet = False
