@@ -132,7 +132,8 @@ def _check_earlier_run(output: Path, resume: bool | str | None) -> None:
                 found="no such directory",
                 change="give a checkpoint's directory, or auto",
             )
-        resumes_here = Path(resume).resolve().parent == output.resolve()
+        # The checkpoint itself may be a link to another disk.
+        resumes_here = Path(resume).absolute().parent.resolve() == output.resolve()
     checkpoints = sorted(path.name for path in output.glob("checkpoint-*"))
     strangers = [name for name in checkpoints if not (output / name / MANIFEST).is_file()]
     if resumes_here and strangers:

@@ -9,17 +9,19 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 from typer.testing import CliRunner
 
-from megatrain.checkpoint import masters_of
+from megatrain.checkpoint import Disk, masters_of, save_model
 from megatrain.cli import app
 from megatrain.data import DataOptions
+from megatrain.engine import Engine
 from megatrain.errors import UserError
 from megatrain.evaluator import evaluate_model
 from megatrain.exporter import export_model
 from megatrain.masters import split_master
 from megatrain.opening import ModelChoice
+from tests.numerics.harness import make_config, make_engine, reference_model
 from tests.tokenizers_for_tests import byte_tokenizer, save_tiny_model
 
-from .runs import train
+from .runs import ScriptedDisk, full, train
 
 CHECKPOINT = Path("out/checkpoint-4")
 
@@ -166,3 +168,77 @@ def test_a_model_is_uploaded_where_there_is_a_hub(
     with pytest.raises(UserError, match="upload again to me/model"):
         export("again", "--push-to-hub", "me/model")
     assert Path("again/config.json").is_file()
+
+
+def tiny_engine(seed: int = 0) -> Engine:
+    config = make_config("llama")
+    masters = {n: p.detach() for n, p in reference_model(config, seed=seed).named_parameters()}
+    return make_engine(config, masters)
+
+
+def write_model(
+    engine: Engine, path: Path, disk: Disk | None = None, dtype: str = "float32"
+) -> None:
+    read = engine.store.masters
+    save_model(engine.model, read, path, dtype=dtype, max_shard_bytes=20_000, disk=disk)
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("what", ["write", "close", "rename"])
+def test_a_model_that_cannot_be_written_leaves_no_remains(
+    what: str, exists: bool, tmp_path: Path
+) -> None:
+    """They might be what fills the disk."""
+
+    def fail(done: str, path: Path) -> None:
+        if done == what:
+            raise full()
+
+    path = tmp_path / "model"
+    if exists:
+        path.mkdir()
+    with pytest.raises(OSError, match="No space left"):
+        write_model(tiny_engine(), path, ScriptedDisk(fail))
+    assert [*tmp_path.iterdir()] == [path] * exists
+    assert not exists or not [*path.iterdir()]
+
+
+def test_a_value_too_large_for_float16_leaves_no_remains(tmp_path: Path) -> None:
+    engine = tiny_engine()
+    (name,) = (p.name for p in engine.model.blocks[-1].layout.params if "lm_head" in p.name)
+    masters = engine.store.masters(engine.model.blocks[-1].index)
+    masters[name][0, 0] = 7e4
+    engine.store.write(engine.model.blocks[-1].index, masters)
+    with pytest.raises(UserError, match=r"lm_head.weight in float16.*70000"):
+        write_model(engine, tmp_path / "model", dtype="float16")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("after", range(1, 12))
+def test_a_model_that_is_replaced_by_halves_is_none(after: int, tmp_path: Path) -> None:
+    """A kill between two renames: shards of two models, each whole, would load as one."""
+
+    class Killed(BaseException):
+        pass
+
+    count = [after]
+
+    def kill(what: str, path: Path) -> None:
+        count[0] -= what == "rename"
+        if what == "rename" and count[0] < 0:
+            raise Killed
+
+    path, states = tmp_path / "model", []
+    for seed in (0, 1):
+        write_model(tiny_engine(seed), path)
+        states.append(AutoModelForCausalLM.from_pretrained(path).state_dict())
+    write_model(tiny_engine(0), path)
+    try:
+        write_model(tiny_engine(1), path, ScriptedDisk(kill))
+    except Killed:
+        pass
+    try:
+        found = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    except OSError:
+        return
+    assert any(all(torch.equal(found[n], t) for n, t in state.items()) for state in states)

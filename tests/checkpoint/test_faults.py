@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from megatrain import preflight
 from megatrain.checkpoint import checkpoints, last_whole, manifest, read_state, verify
 from megatrain.errors import UserError
-from megatrain.trainer import Trainer
+from megatrain.evaluation import EvalResult
+from megatrain.trainer import Trainer, loop
 
 from .runs import ScriptedDisk, full, tensors_of, train, trainer
 
@@ -112,6 +115,58 @@ def test_too_little_room_is_said_before_anything_is_loaded(
     assert "4 checkpoints of" in note and "set save_total_limit" in note
 
 
+def test_a_run_that_goes_on_needs_room_for_what_rotation_leaves(workspace: Path) -> None:
+    """Started again where it went on before with the same room: one is removed for each."""
+    train(max_steps=4, save_total_limit=2)
+    kept = list(checkpoints(Path("out")))
+
+    class Small(ScriptedDisk):
+        def free_bytes(self, path: Path) -> int:
+            return 100_000_000  # of 2 x 67.5 MB
+
+    keys: dict[str, Any] = {"resume_from_checkpoint": "auto", "disk": Small()}
+    made = trainer(save_total_limit=len(kept), **keys)
+    assert not any("checkpoints of" in note for note in made.notes)
+    made.output._lock.release()
+    for limit in (3, None):
+        with pytest.raises(UserError, match="room for 2 is needed"):
+            trainer(save_total_limit=limit, **keys)
+    # Where there is a best one, it, the last and the next are there together.
+    Small.free_bytes = lambda self, path: 140_000_000  # type: ignore[method-assign]
+    keys |= {"output_dir": "new", "resume_from_checkpoint": None}
+    for evaluates, told in (({}, 0), ({"eval_split": 4, "eval_steps": 2}, 1)):
+        made = trainer(save_total_limit=1, **keys | evaluates)
+        assert sum("3 checkpoints of" in note for note in made.notes) == told
+        made.output._lock.release()
+
+
+def test_a_disk_that_is_full_at_the_start_is_left_as_it_was(workspace: Path) -> None:
+    with pytest.raises(UserError, match="no way to write there"):
+        train(disk=ScriptedDisk(Full("checkpoint-0", what="close")))
+    assert not list(Path("out").glob(".*writing"))
+
+
+def test_an_output_directory_that_cannot_be_listed_ends_no_run(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = [False]
+
+    def listed(output: Path) -> dict[int, Path]:
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return checkpoints(output)
+
+    def fails(what: str, path: Path) -> None:
+        broken[0] = "checkpoint-4.writing" in str(path)
+        if broken[0]:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megatrain.trainer.saving.checkpoints", listed)
+    said = notes_of(trainer(disk=ScriptedDisk(fails)), capsys)
+    assert "CHECKPOINT-4 WAS NOT WRITTEN (OSError: Input/output error)" in said
+    assert 8 in checkpoints(Path("out"))
+
+
 def test_a_directory_that_vanishes_is_made_again(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +188,30 @@ def test_a_directory_without_right_to_write_is_one_error(workspace: Path) -> Non
     made = trainer(disk=ScriptedDisk(refuse))
     with pytest.raises(UserError, match=r"no way to write there .Permission denied."):
         made.train()
+
+
+def test_a_best_checkpoint_that_was_not_written_does_not_cost_the_one_before(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([2.0, 1.0, 3.0, 4.0])
+
+    def scripted(*arguments: Any, **options: Any) -> EvalResult:
+        return EvalResult(loss_sum=next(losses), supervised_tokens=1)
+
+    monkeypatch.setattr(loop, "evaluate_rows", scripted)
+    made = train(
+        disk=ScriptedDisk(Full("checkpoint-4.writing", what="create")),
+        eval_split=4,
+        eval_steps=2,
+        eval_on_start=False,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+    )
+    assert (made.progress.best_step, made.progress.best_loss) == (2, 2.0)
+    assert list(checkpoints(Path("out"))) == [2, 8]
+    final, best = (AutoModelForCausalLM.from_pretrained(p) for p in ("out", "out/checkpoint-2"))
+    wanted = best.state_dict()
+    assert all(torch.equal(t, wanted[n]) for n, t in final.state_dict().items())
 
 
 def flip(path: Path) -> None:
@@ -198,6 +277,34 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(finished: Path, tmp_path:
         last_whole(out, lambda _: None)
 
 
+@pytest.mark.parametrize("content", ["[]", '{"version": 1, "digest": "", "files": []}', "\0\0"])
+def test_a_manifest_of_anything_else_is_damage(
+    content: str, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    (out / "checkpoint-4/training_state/manifest.json").write_text(content)
+    assert last_whole(out, lambda _: None) == out / "checkpoint-2"
+
+
+def test_a_manifest_that_cannot_be_read_is_passed_over(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished, out)
+    read = Path.read_text
+
+    def unreadable(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "manifest.json" and "checkpoint-4" in str(path):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", unreadable)
+    said: list[str] = []
+    assert last_whole(out, said.append) == out / "checkpoint-2"
+    assert "manifest.json cannot be read (Input/output error)" in said[0]
+
+
 def test_another_version_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     shutil.copytree(finished, out)
@@ -217,15 +324,10 @@ def test_a_model_alone_is_no_training_state(workspace: Path) -> None:
         trainer(resume_from_checkpoint="out/checkpoint-4", overwrite_output_dir=True)
 
 
-def test_a_second_run_in_the_same_directory_is_refused(workspace: Path) -> None:
-    first = trainer()
-    with pytest.raises(UserError, match="another run that is writing there"):
-        trainer(overwrite_output_dir=True)
-    first.train()
-    train(overwrite_output_dir=True)
-
-
 def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path) -> None:
+    more = Path("models/base/additional_chat_templates")  # a tokenizer's files have a folder then
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ messages }}")
     disk = ScriptedDisk()
     train(disk=disk, max_steps=4, save_total_limit=1)
     out = Path("out").resolve()
@@ -234,6 +336,7 @@ def test_nothing_has_a_name_before_what_it_names_is_on_the_disk(workspace: Path)
         named = disk.log.index(("rename", final))
         before, after = disk.log[:named], disk.log[named + 1 :]
         files = json.loads((out / "checkpoint-4/training_state/manifest.json").read_text())["files"]
+        assert f"{more.name}/tool_use.jinja" in files
         for name in (*files, "training_state/manifest.json"):
             closed = _last(before, ("close", folder / name))
             parent = (folder / name).parent

@@ -14,8 +14,10 @@ import yaml
 from benchmarks.kill_and_resume import Campaign, make_input
 
 from megatrain.checkpoint import checkpoints, verify
+from megatrain.trainer.progress import Progress
+from megatrain.trainer.saving import Saver
 
-from .runs import KEYS, OnRow, tensors_of, train, trainer
+from .runs import KEYS, OnRow, ScriptedDisk, tensors_of, train, trainer
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +105,39 @@ def test_a_save_that_takes_longer_than_the_grace_is_not_begun(
     assert "longer than the -1 s" in said and "go on from checkpoint-2" in said
 
 
+def test_a_save_that_runs_already_counts_towards_the_grace(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 s for the one that has just begun, and 20 s for another: more than 30 s."""
+    monkeypatch.setattr("megatrain.trainer.saving._write_rate", lambda writer: writer.nbytes / 20)
+    let_go, stop, wait = threading.Event(), Saver.stop, Saver.wait
+    stopping: list[int] = []
+
+    def late(what: str, path: Path) -> None:
+        if what == "write" and "checkpoint-2" in str(path):
+            assert let_go.wait(60)
+
+    def stops(saver: Saver, progress: Progress, number: signal.Signals) -> None:
+        stopping.append(progress.step)
+        stop(saver, progress, number)
+
+    def waits(saver: Saver) -> None:
+        if stopping:
+            let_go.set()
+        wait(saver)
+
+    monkeypatch.setattr(Saver, "stop", stops)
+    monkeypatch.setattr(Saver, "wait", waits)
+    made = trainer(disk=ScriptedDisk(late))
+    made.quiet = False
+    ask(signal.SIGTERM, at_step=3, made=made)
+    with pytest.raises(SystemExit):
+        made.train()
+    said = capsys.readouterr().out
+    assert list(checkpoints(Path("out"))) == [2]
+    assert "takes about 40 s, longer than the 30 s" in said and "go on from checkpoint-2" in said
+
+
 def test_a_save_can_be_asked_for(workspace: Path) -> None:
     made = trainer(save_steps=100)
     ask(signal.SIGUSR1, at_step=3, made=made)
@@ -117,6 +152,32 @@ def test_a_save_can_be_asked_for(workspace: Path) -> None:
     assert not Path("out/SAVE").exists()
     for path in checkpoints(Path("out")).values():
         verify(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("where", ["model.writing", "checkpoint-8.writing"])
+def test_a_signal_while_the_end_is_written_does_not_cut_it_off(
+    where: str, number: signal.Signals, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent = []
+
+    def then(what: str, path: Path) -> None:
+        if what == "create" and where in str(path) and not sent:
+            sent.append(number)
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+    def cut_off(*arguments: Any) -> None:
+        raise AssertionError("not the run's handler")
+
+    before = signal.signal(number, cut_off)
+    try:
+        train(disk=ScriptedDisk(then))
+    finally:
+        signal.signal(number, before)
+    assert sent and (Path("out") / "model.safetensors.index.json").is_file()
+    verify(Path("out/checkpoint-8"))
+    if where == "model.writing" and number is not signal.SIGUSR1:
+        assert f"{number.name}: the run ends when all is written" in capsys.readouterr().err
 
 
 def test_a_second_interrupt_ends_at_once(workspace: Path) -> None:

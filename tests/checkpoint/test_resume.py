@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, TrainerState
 
+from megatrain.checkpoint import checkpoints, verify
 from megatrain.errors import UserError
 
 from .runs import MEASURED, OnRow, numbers_of, tensors_of, train, train_until, trainer
@@ -264,7 +265,7 @@ def test_without_the_best_checkpoint_the_last_model_is_written(
                 shutil.rmtree(folder)
             else:
                 (folder / "config.json").write_text("{}")
-            made.progress.best_step = 2
+            made.progress.judged = {2: 0.0}
 
     made.add_callback(OnRow(spoil))
     made.train()
@@ -288,3 +289,40 @@ def test_overwriting_removes_the_checkpoints_of_the_earlier_run(workspace: Path)
     train(max_steps=6)
     train(max_steps=2, overwrite_output_dir=True)
     assert [p.name for p in Path("out").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("asked", ["auto", "out/checkpoint-4"])
+def test_a_checkpoint_behind_a_link_is_this_runs_own(asked: str, workspace: Path) -> None:
+    """Such as one that was moved to a larger disk: what stands beside it is not another run's."""
+    train_until(5)
+    shutil.move("out/checkpoint-4", "elsewhere")
+    Path("out/checkpoint-4").symlink_to(Path("elsewhere").resolve())
+    made = train(resume_from_checkpoint=asked, overwrite_output_dir=True)
+    assert made.continues
+    assert list(checkpoints(Path("out"))) == [2, 4, 6, 8]
+    steps = [row["step"] for row in log_of("out") if "loss" in row]
+    assert steps == list(range(1, 9))
+    trainer(resume_from_checkpoint="out/checkpoint-4")
+
+
+def test_rotation_removes_a_link_and_not_what_it_leads_to(workspace: Path) -> None:
+    train_until(5)
+    shutil.move("out/checkpoint-2", "elsewhere")
+    Path("out/checkpoint-2").symlink_to(Path("elsewhere").resolve())
+    train(resume_from_checkpoint="auto", save_total_limit=1)
+    assert list(checkpoints(Path("out"))) == [8]
+    verify(Path("elsewhere"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\0\0\0\0", b"\xff{"])
+def test_a_record_that_a_power_cut_has_spoiled_stops_no_run(
+    content: bytes, workspace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_until(5)
+    Path("out/run.json").write_bytes(content)
+    made = trainer(resume_from_checkpoint="auto")
+    made.quiet = False
+    made.train()
+    assert "run.json of the earlier sessions cannot be read" in capsys.readouterr().out
+    assert len(json.loads(Path("out/run.json").read_text())["sessions"]) == 1
+    assert Path("out/run.json.damaged").read_bytes() == content

@@ -20,7 +20,12 @@ from megatrain.checkpoint import (
     restore_state,
     save_model,
 )
-from megatrain.checkpoint.contents import STATE_FOLDER, STATE_PURPOSES, state_file, state_name
+from megatrain.checkpoint.contents import (
+    STATE_FOLDER,
+    STATE_PURPOSES,
+    state_file,
+    state_name,
+)
 from megatrain.checkpoint.disk import Data, Disk, DiskFile
 from megatrain.checkpoint.tensors import TensorFiles
 from megatrain.engine import Engine, EngineOptions

@@ -1,8 +1,10 @@
 """What a run shows, and what stands in its log."""
 
+import errno
 import io
 import json
 import math
+import os
 import re
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def test_what_is_not_finite_is_null_and_everything_else_is_kept(tmp_path: Path) 
     RunLog(tmp_path).write(row)
     found = json.loads((tmp_path / "log.jsonl").read_text())
     assert found == {"loss": None, "grad_norm": None, "other": None, "skipped": True, "step": 1}
+
+
+def test_a_log_that_a_power_cut_has_spoiled_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    good = b'{"step": 1}\n'
+    (tmp_path / "log.jsonl").write_bytes(good + b'\xff\xfe\n7\n[]\n{"step": null}\n\0\0\0')
+    RunLog(tmp_path, after_step=3)
+    assert (tmp_path / "log.jsonl").read_bytes() == good
 
 
 def test_an_earlier_log_is_replaced(tmp_path: Path) -> None:
@@ -92,6 +101,47 @@ def test_a_terminal_has_a_display_that_stays(monkeypatch: pytest.MonkeyPatch) ->
     assert "a note" in text
     assert text.count("loss 1.2500  grad norm 0.500  lr 1.00e-04\n1,234 tokens/s") >= 1
     assert re.search(r"step 4/9 .*0:00:05 left", text)
+
+
+class Failing(io.StringIO):
+    """Refuses text while it is told to."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error: OSError | None = error
+
+    def flush(self) -> None:
+        if self.error is not None:
+            self.truncate(0)
+            self.seek(0)
+            raise self.error
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_no_run_ends_because_its_words_cannot_be_shown(
+    code: int, live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output that goes to a file on a full disk, a terminal that has gone."""
+    if live:
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    out = Failing(OSError(code, os.strerror(code)))
+    with Console(9, file=out) as console:
+        console.note("lost")
+        console.step(ROW, seconds_left=5.0)
+        out.error = None
+        console.note("shown")
+        assert "shown" in out.getvalue() and "lost" not in out.getvalue()
+        out.error = OSError(code, os.strerror(code))
+
+
+def test_a_reader_that_has_gone_ends_no_run() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as out, Console(9, file=out) as console:
+        console.note("lost")
+        console.note("lost as well")
 
 
 def test_rates_are_of_training_alone_and_since_the_row_before() -> None:

@@ -1,6 +1,11 @@
 """Files that we write as safetensors are what the library reads, whatever their tensors."""
 
+import errno
+import os
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from megatrain.checkpoint.contents import _state_plan, _state_tensors, shape_of
 from megatrain.checkpoint.disk import Disk, record_of
 from megatrain.checkpoint.tensors import (
     Shards,
@@ -17,6 +23,8 @@ from megatrain.checkpoint.tensors import (
     data_of,
     index_of,
 )
+from megatrain.layout import BlockLayout, ParamSpec
+from megatrain.memory import BlockStore
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool]
 
@@ -29,7 +37,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 7), max_size=3)),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 7), max_size=3)),
         min_size=1,
         max_size=12,
     ),
@@ -51,7 +59,7 @@ def test_what_is_written_is_read_by_the_library(
     place = {spec.name: name for name, plan in plans.items() for spec in plan.tensors}
     files = TensorFiles(Disk(), folder, plans)
     for name, tensor in tensors.items():
-        for piece in bytes_of(tensor).split(part):
+        for piece in bytes_of(tensor).split(part):  # one of an empty tensor too
             files.write(place[name], data_of(piece))
     assert files.records.keys() == plans.keys()
     for name, plan in plans.items():
@@ -85,9 +93,48 @@ def test_large_writes_are_sent_to_the_disk_on_the_way(
     assert (tmp_path / "a").stat().st_size == 640
 
 
+@pytest.mark.parametrize("then", ["write", "close"])
+def test_what_cannot_be_sent_to_the_disk_on_the_way_is_no_file(
+    then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system tells it once, in the thread that sends."""
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("megatrain.checkpoint.disk.SYNC_BYTES", 100)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    file = Disk().create(tmp_path / "a")
+    file.write(b"x" * 100)
+    calls = {"write": partial(file.write, b"x" * 100), "close": file.close}
+    with pytest.raises(OSError, match="Input/output error"):
+        calls[then]()
+    file.abandon()
+
+
 def test_one_file_has_the_single_name_and_more_have_numbers() -> None:
     shards = Shards(max_bytes=8)
     shards.add(TensorSpec(name="a", dtype=torch.float32, shape=(2,)))
     assert list(shards.plans()) == ["model.safetensors"]
     shards.add(TensorSpec(name="b", dtype=torch.float32, shape=(1,)))
     assert list(shards.plans()) == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+
+
+def test_state_of_any_shape_is_planned_as_it_is_given() -> None:
+    """Scalars and empty tensors too."""
+    shapes: dict[str, tuple[int, ...]] = {"a": (), "b": (0, 3), "c": (5,), "d": (2, 3)}
+    specs = [
+        ParamSpec(name=name, shape=shape, dtype="bfloat16", trainable=True, decayed=True)
+        for name, shape in shapes.items()
+    ]
+    layout = BlockLayout.build(specs)
+    store = BlockStore([layout], device=torch.device("cpu"))
+    block = SimpleNamespace(layout=layout)
+    model: Any = SimpleNamespace(
+        blocks_of=lambda whole: [whole], whole=SimpleNamespace(blocks=[block])
+    )
+    found = [
+        TensorSpec(name=name, dtype=parts[0].dtype, shape=shape_of(parts))
+        for name, parts in _state_tensors(store, model, 0)
+    ]
+    assert tuple(found) == _state_plan(layout).tensors

@@ -162,17 +162,19 @@ class Contents:
             if store is not None and state_file(block) in self.state_files:
                 path = state_file(block)
                 for name, parts in _state_tensors(store, self.model, block):
-                    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-                    spec = TensorSpec(
-                        name=name,
-                        dtype=parts[0].dtype,
-                        shape=shape if len(parts) > 1 else tuple(parts[0].shape),
-                    )
+                    spec = TensorSpec(name=name, dtype=parts[0].dtype, shape=shape_of(parts))
                     assert next(planned[path]) == spec, "not as it was planned"
                     yield from ((block, (path, bytes_of(part))) for part in parts)
         for name, buffer in buffers.items():
             yield -1, checked(place[name], name, buffer)
         assert not any(list(rest) for rest in planned.values()), "not all that was planned"
+
+
+def shape_of(parts: Sequence[Tensor]) -> tuple[int, ...]:
+    """Of one tensor, or of several with the rows of one."""
+    if len(parts) == 1:
+        return tuple(parts[0].shape)
+    return (sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
 def _state_plan(layout: BlockLayout) -> FilePlan:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from megatrain.checkpoint.contents import STATE_FOLDER
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.manifest import MANIFEST, STATE, model_only, verify
 from megatrain.errors import UserError
@@ -46,7 +45,25 @@ class Lock:
     """
 
     def __init__(self, output: Path) -> None:
-        descriptor = os.open(output / LOCK, os.O_CREAT | os.O_WRONLY)
+        self._output = output
+        self._take()
+
+    def renew(self) -> None:
+        """Take it again if the directory was removed meanwhile: its lock is no other run's.
+
+        Raises:
+            UserError: if another process has it by now.
+        """
+        path = self._output / LOCK
+        held = self.release.alive and path.exists()
+        if not held or not os.path.samestat(path.stat(), os.fstat(self._descriptor)):
+            self.release()
+            self._take()
+
+    def _take(self) -> None:
+        output = self._output
+        descriptor = os.open(output / LOCK, os.O_CREAT | os.O_WRONLY, 0o666)
+        self._descriptor = descriptor
         self.release = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -131,8 +148,7 @@ def name_while_writing(step: int) -> str:
 def publish(folder: Path, output: Path, step: int, disk: Disk) -> Path:
     """Give a written checkpoint its name; everything in it is on the disk already."""
     final = output / f"checkpoint-{step}"
-    disk.sync_directory(folder / STATE_FOLDER)
-    disk.sync_directory(folder)
+    disk.sync_directories(folder)
     before = output / f".checkpoint-{step}.replaced"  # found again if this process ends now
     if final.exists():
         disk.remove(before)

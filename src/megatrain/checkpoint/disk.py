@@ -120,6 +120,13 @@ class Disk:
         finally:
             os.close(descriptor)
 
+    def sync_directories(self, path: Path) -> None:
+        """The same of all that are below it; a tokenizer's files may have one of their own."""
+        for below in path.rglob("*"):
+            if below.is_dir():
+                self.sync_directory(below)
+        self.sync_directory(path)
+
     def remove(self, path: Path) -> None:
         """A file or a whole directory; no error if it is gone."""
         if path.is_dir() and not path.is_symlink():

@@ -1,9 +1,11 @@
 """Write a standard Hugging Face model directory, block by block.
 
-Promise: a new directory appears whole; in one that exists already (a run's own) each file does, and
-no weights of an earlier model stay.  Peak extra memory: one block.
+Promise: a new directory appears whole; in one that exists already (a run's own) each file does, no
+weights of an earlier model stay, and a mixture of two models is not loaded.  What fails leaves
+nothing behind.  Peak extra memory: one block.
 """
 
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -61,16 +63,22 @@ def save_model(
         return {name: _rounded(name, tensor, dtypes[name]) for name, tensor in masters.items()}
 
     files = TensorFiles(disk, folder, contents.files)
-    for _, (name, data) in contents.pieces(converted):
-        files.write(name, data_of(data))
-    write_small_files(model, folder, dtype=target, tokenizer=tokenizer, contents=contents)
-    adopt_small_files(disk, folder, files.records)
-    disk.sync_directory(folder)
-    if exists:
-        _move_in(disk, folder, path)
-    else:
-        disk.rename(folder, path)
-    disk.sync_directory(path.parent)
+    try:
+        for _, (name, data) in contents.pieces(converted):
+            files.write(name, data_of(data))
+        write_small_files(model, folder, dtype=target, tokenizer=tokenizer, contents=contents)
+        adopt_small_files(disk, folder, files.records)
+        disk.sync_directories(folder)
+        if exists:
+            _move_in(disk, folder, path)
+        else:
+            disk.rename(folder, path)
+        disk.sync_directory(path.parent)
+    except BaseException:
+        files.abandon()
+        with suppress(OSError):
+            disk.remove(folder)
+        raise
 
 
 def _rounded(name: str, master: Tensor, dtype: torch.dtype) -> Tensor:
@@ -130,9 +138,11 @@ def _move_in(disk: Disk, folder: Path, path: Path) -> None:
     """Move the finished files in, one by one; what else stands there is kept.
 
     Weights of an earlier model are not: beside an index of shards a leftover `model.safetensors`
-    would be what transformers loads.
+    would be what transformers loads.  While shards are replaced no index is there.
     """
     written = sorted(file.name for file in folder.iterdir())
+    disk.remove(path / INDEX_NAME)
+    disk.sync_directory(path)
     for file in sorted(path.iterdir()):
         is_weights = any(fnmatch(file.name, pattern) for pattern in WEIGHT_FILES)
         if is_weights and file.name not in written:

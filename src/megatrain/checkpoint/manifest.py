@@ -72,7 +72,9 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         content = json.loads(path.read_text(encoding="utf-8"))
         version, files, digest = content["version"], content["files"], content["digest"]
         records = {name: FileRecord(**record) for name, record in files.items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise _damaged(folder, f"{MANIFEST} cannot be read ({error.strerror})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(folder, f"damage in {MANIFEST}") from error
     if version != VERSION:
         raise UserError(

@@ -141,8 +141,10 @@ class Snapshot:
                 if last is not None and block != last:
                     self._copied[last].set()
                 last = block if block in self._copied else None
-                while data.numel() and self.error is None:
+                while self.error is None:
                     data = data[self._copy_part(path, data) :]
+                    if not data.numel():  # of an empty tensor too: it may be all of its file
+                        break
         finally:
             self._full.put((self._buffer, self._parts))
 

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor
 
 from megatrain.checkpoint.contents import STATE_FOLDER, Contents
-from megatrain.checkpoint.directory import name_while_writing, publish, rotate
+from megatrain.checkpoint.directory import Lock, name_while_writing, publish, rotate
 from megatrain.checkpoint.disk import Disk
 from megatrain.checkpoint.export import adopt_small_files, write_small_files
 from megatrain.checkpoint.manifest import STATE, TrainingState, write_manifest, write_state
@@ -42,6 +42,8 @@ class CheckpointWriter:
     contents: Contents
     """What is overwritten first stands first."""
     output: Path
+    lock: Lock
+    """Of `output`."""
     tokenizer: Tokenizer
     pool: BufferPool
     limit: int | None
@@ -62,8 +64,10 @@ class CheckpointWriter:
 
         Raises:
             OSError: if there is no room or no way to write.
+            UserError: if another run writes there by now.
         """
         self.disk.make_directory(self.output)  # somebody may have removed it
+        self.lock.renew()
         free = self.disk.free_bytes(self.output)
         if free < self.nbytes + SMALL_FILES_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

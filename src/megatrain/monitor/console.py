@@ -1,7 +1,14 @@
-"""A live display on a terminal, plain lines elsewhere."""
+"""A live display on a terminal, plain lines elsewhere.
 
-from collections.abc import Mapping
-from typing import IO, Any
+Promise: no run ends because its words cannot be shown, where they go to a file on a full disk, to
+a terminal or a reader that has gone.  What is refused is lost; the next line is tried again.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -33,6 +40,31 @@ FIGURES = (
 """Lines of the display: figures of a row, and how they are written."""
 
 
+class _Lenient:
+    """As much of a text stream as rich needs; what is refused is lost."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file, self.encoding = file, file.encoding
+        self.isatty, self.fileno = file.isatty, file.fileno
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._file.write(text))
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BrokenPipeError:  # for good: Python would stumble over it at its end
+            with suppress(OSError):
+                devnull = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(devnull, self._file.fileno())
+                os.close(devnull)
+        except OSError:
+            pass
+
+
 class Console:
     """Shows steps; a context manager.
 
@@ -43,9 +75,10 @@ class Console:
     """
 
     def __init__(
-        self, total_steps: int, *, quiet: bool = False, file: IO[str] | None = None
+        self, total_steps: int, *, quiet: bool = False, file: TextIO | None = None
     ) -> None:
-        self._rich = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=file)
+        lenient = cast("TextIO", _Lenient(file or sys.stdout))
+        self._rich = RichConsole(quiet=quiet, highlight=False, soft_wrap=True, file=lenient)
         self._total = total_steps
         self._bar = Progress(
             TextColumn("step"),

@@ -58,16 +58,16 @@ class RunLog:
 
 
 def _rows_up_to(path: Path, step: int) -> str:
-    """Whole rows of an earlier log; its last line may have been cut off."""
+    """Whole rows of an earlier log; its last lines may be cut off, or not what was written."""
     if not path.exists():
         return ""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
         except ValueError:
             continue
-        if row.get("step", 0) <= step:
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
             kept.append(line + "\n")
     return "".join(kept)
 

@@ -55,17 +55,22 @@ class OutputDirectory:
 
     def check_room(
         self,
-        config: TrainConfig,
         contents: Contents | None,
+        *,
         count: int,
+        limit: int | None,
+        done: int = 0,
         scratch: DiskUse | None = None,
     ) -> str:
         """See that there is room for two checkpoints: the new one is whole before one is removed.
 
+        Where as many are there as are kept, each makes room for the one after the next.
+
         Args:
-            config: of the run.
             contents: of a checkpoint.
             count: checkpoints yet to be written.
+            limit: how many are kept; None: all.
+            done: steps of this run, whose checkpoints are there already.
             scratch: room that is needed too, if it is on the same file system.
 
         Returns:
@@ -81,15 +86,18 @@ class OutputDirectory:
         if scratch is not None and _same_file_system(self.path, scratch.tier.path):
             free -= scratch.nbytes
             beside = f" beside {format_bytes(scratch.nbytes)} of scratch space (disk_path)"
-        if free < one * min(count, 2):
+        kept = count
+        if limit is not None:
+            there = sum(step <= done for step in checkpoints(self.path))
+            kept = min(count, max(1, limit + 1 - there))
+        if free < one * min(kept, 2):
             raise UserError(
                 asked=f"checkpoints of {format_bytes(one)} in {self.path}{beside}",
-                found=f"{format_bytes(max(free, 0))} free for them, and room for {min(count, 2)}"
+                found=f"{format_bytes(max(free, 0))} free for them, and room for {min(kept, 2)}"
                 " is needed",
                 change="make room, choose another output_dir, or set save_only_model: true or"
                 " save_strategy: no",
             )
-        kept = count if config.save_total_limit is None else min(count, config.save_total_limit + 1)
         if free >= one * kept:
             return ""
         return (
@@ -120,6 +128,7 @@ class OutputDirectory:
             store=store,
             contents=run.contents,
             output=self.path,
+            lock=self._lock,
             tokenizer=run.tokenizer,
             pool=BufferPool(run.memory.checkpoint, pin=run.device.type == "cuda"),
             limit=config.save_total_limit,
@@ -142,7 +151,7 @@ class OutputDirectory:
         """The final model, or that of the best checkpoint; what became of it, in words.
 
         Raises:
-            UserError: if it cannot be written.
+            UserError: if it cannot be written, or another run writes there by now.
         """
         read: Read = partial(join_blocks, run.blocks.model, store.masters)
         source = ""
@@ -154,6 +163,8 @@ class OutputDirectory:
             except UserError as error:
                 source = f", the last one and not the best ({best.name}: {error.found})"
         try:
+            self.disk.make_directory(self.path)
+            self._lock.renew()
             save_model(
                 run.blocks.model,
                 read,

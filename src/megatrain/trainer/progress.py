@@ -78,9 +78,8 @@ class Progress:
     whole: Window = field(default_factory=Window)
     """All steps; after a checkpoint that did not count them, those since."""
     log_history: list[dict[str, Any]] = field(default_factory=list)
-    best_loss: float | None = None
-    best_step: int | None = None
-    """Of the best checkpoint so far."""
+    judged: dict[int, float] = field(default_factory=dict)
+    """Losses of checkpoints by step; of those of an earlier session, the best one's."""
     lowest_loss: float | None = None
     lowest_step: int | None = None
     """Of all evaluations during training, at a checkpoint or not."""
@@ -91,12 +90,13 @@ class Progress:
     def after(cls, state: TrainingState) -> "Progress":
         """Where a checkpoint was written."""
         trainer_state, counters = state.trainer_state, dict(state.counters)
+        best_loss = counters.pop("best_loss", trainer_state["best_metric"])
+        best_step = counters.pop("best_step", trainer_state["best_global_step"])
         return cls(
             step=state.step,
             tokens_seen=state.tokens_seen,
             log_history=list(trainer_state["log_history"]),
-            best_loss=counters.pop("best_loss", trainer_state["best_metric"]),
-            best_step=counters.pop("best_step", trainer_state["best_global_step"]),
+            judged={} if best_step is None or best_loss is None else {best_step: best_loss},
             window=Window(**counters.pop("window", {})),
             whole=Window(**counters.pop("whole", {})),
             **counters,
@@ -138,8 +138,22 @@ class Progress:
         )
         if loss < best:
             self.lowest_loss, self.lowest_step = loss, self.step
-        if at_checkpoint and loss < (math.inf if self.best_loss is None else self.best_loss):
-            self.best_loss, self.best_step = loss, self.step
+        if at_checkpoint and math.isfinite(loss):
+            self.judged[self.step] = loss
+
+    def lose(self, step: int) -> None:
+        """Its checkpoint could not be written: the best is another."""
+        self.judged.pop(step, None)
+
+    @property
+    def best_step(self) -> int | None:
+        """Of the best checkpoint so far, the first of several."""
+        return min(self.judged, key=lambda step: (self.judged[step], step), default=None)
+
+    @property
+    def best_loss(self) -> float | None:
+        """Its loss."""
+        return min(self.judged.values(), default=None)
 
     def best(self, output: Path) -> Path | None:
         """Where the best checkpoint should be; None before there is one."""

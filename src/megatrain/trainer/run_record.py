@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,8 +38,22 @@ class RunRecord:
         self._path, self._note = output / FILE, note
         self._earlier: list[dict[str, Any]] = []
         if continues and self._path.is_file():
-            self._earlier = json.loads(self._path.read_text(encoding="utf-8"))["sessions"]
+            self._earlier = self._read()
         self._entry: dict[str, Any] = {}
+
+    def _read(self) -> list[dict[str, Any]]:
+        """The sessions so far; what is no record (after a power cut) is put aside."""
+        try:
+            found: list[dict[str, Any]] = json.loads(self._path.read_bytes())["sessions"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            with suppress(OSError):
+                self._path.replace(self._path.with_name(f"{FILE}.damaged"))
+            self._note(
+                f"{FILE} of the earlier sessions cannot be read ({type(error).__name__}): it is"
+                f" called {FILE}.damaged now"
+            )
+            return []
+        return found
 
     def begin(
         self, config: TrainConfig, run: PreparedRun, plan: RunPlan, *, loss: str, step: int

@@ -20,6 +20,7 @@ from megatrain.checkpoint import (
     checkpoints,
     join_steps,
 )
+from megatrain.checkpoint.disk import DiskFile
 from megatrain.config import TrainConfig
 from megatrain.engine import Engine, loss_name
 from megatrain.errors import UserError
@@ -97,6 +98,8 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._step = -1
         """Of the snapshot, or of the last one that was written."""
+        self._progress = Progress()
+        """Of the run that is saved."""
         self._expected_s = self._flush_s = self._held_up_s = 0.0
         self._written: dict[str, Any] = {}
         """trainer_state.json of the snapshot."""
@@ -109,6 +112,13 @@ class Saver:
     def save_s(self) -> float:
         """What a save is expected to take."""
         return self._writer.nbytes / self._rate if self._writer is not None else math.inf
+
+    @property
+    def _left_s(self) -> float:
+        """What the save that is running is expected to take from now on."""
+        if self._snapshot is None or self._snapshot.ended:
+            return 0.0
+        return max(0.0, self.save_s - self._snapshot.running_s)
 
     def in_words(self) -> str:
         """For the start of a run."""
@@ -140,17 +150,14 @@ class Saver:
         """Begin a checkpoint of this moment; one that is running is waited for first."""
         if self._writer is None:
             return
-        began = time.perf_counter()
-        hold_up_s = 0.0
-        if self._snapshot is not None and not self._snapshot.ended:
-            hold_up_s = max(0.0, self.save_s - self._snapshot.running_s)
+        began, hold_up_s = time.perf_counter(), self._left_s
         self.wait()
         if self._step == progress.step:
             return
         self._held_up_s = time.perf_counter() - began
         self._engine.flush()
         self._flush_s = time.perf_counter() - began - self._held_up_s
-        self._step, self._retry_at = progress.step, None
+        self._step, self._retry_at, self._progress = progress.step, None, progress
         try:
             best = progress.best(self._writer.output)
             state = self._state(progress)
@@ -212,7 +219,7 @@ class Saver:
 
     def stop(self, progress: Progress, number: signal.Signals) -> None:
         """Before a signal ends the run: save, or say from where it can go on."""
-        if self._saves_at(number):
+        if self._step == progress.step or self._saves_at(number):
             self.save(progress)
         self.wait()
         self._report.note(f"stopped by {number.name} after step {progress.step}; {self._way_on()}")
@@ -224,26 +231,33 @@ class Saver:
             From where the run can go on, in words.
         """
         self.wait()
-        if progress.step not in (0, *checkpoints(self._output)) and self._engine.can_flush:
+        if progress.step not in (0, self._last()) and self._engine.can_flush:
             self.save(progress)
             self.wait()
         return self._way_on()
 
     def _way_on(self) -> str:
-        found = checkpoints(self._output)
-        last = None if self._config.save_only_model else max(found, default=None)
+        last = None if self._config.save_only_model else self._last()
         if last is None:
             return "there is no checkpoint to go on from"
         return f"go on from checkpoint-{last} with resume_from_checkpoint: auto"
+
+    def _last(self) -> int | None:
+        """The last checkpoint; none where the directory cannot be looked at."""
+        try:
+            return max(checkpoints(self._output), default=None)
+        except OSError:
+            return None
 
     def _saves_at(self, number: signal.Signals) -> bool:
         chosen = self._config.save_on_signal
         if isinstance(chosen, bool) or self._writer is None:
             return bool(chosen) and self._writer is not None
-        if number is signal.SIGINT or self.save_s <= GRACE_S:
+        seconds = self._left_s + self.save_s
+        if number is signal.SIGINT or seconds <= GRACE_S:
             return True
         self._report.note(
-            f"a checkpoint takes about {self.save_s:.0f} s, longer than the {GRACE_S:.0f} s that"
+            f"a checkpoint takes about {seconds:.0f} s, longer than the {GRACE_S:.0f} s that"
             " schedulers leave: none is begun (save_on_signal: auto)"
         )
         return False
@@ -275,9 +289,10 @@ class Saver:
 
     def _failed(self, error: BaseException) -> None:
         self._retry_at, self._gap = self._step + self._gap, min(self._gap * 2, LONGEST_GAP)
+        self._progress.lose(self._step)
         what = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
         assert self._writer is not None
-        found = max(checkpoints(self._writer.output), default=None)
+        found = self._last()
         self._report.note(
             f"CHECKPOINT-{self._step} WAS NOT WRITTEN ({type(error).__name__}: {what}); the run"
             f" goes on; last whole: {'none' if found is None else f'checkpoint-{found}'}; next try"
@@ -293,21 +308,28 @@ def _write_rate(writer: CheckpointWriter) -> float:
         UserError: if not even that can be written.
     """
     path, disk = writer.output / ".checkpoint-0.writing", writer.disk
-    block, most, written = os.urandom(2**20), min(PROBE_BYTES, writer.nbytes), 0
     try:
         disk.remove(path)
-        began = time.perf_counter()
-        file = disk.create(path)
+        try:
+            rate = _rate_of(disk.create(path), min(PROBE_BYTES, writer.nbytes))
+        finally:
+            disk.remove(path)
+    except OSError as error:
+        raise UserError(
+            asked=f"checkpoints in {writer.output}",
+            found=f"no way to write there ({error.strerror or error})",
+            change="make room, choose another output_dir, or set save_strategy: no",
+        ) from error
+    return rate
+
+
+def _rate_of(file: DiskFile, most: int) -> float:
+    block, written, began = os.urandom(2**20), 0, time.perf_counter()
+    try:
         while not written or (written < most and time.perf_counter() - began < PROBE_S):
             file.write(block)
             written += len(block)
         file.close()
-        seconds = time.perf_counter() - began
-        disk.remove(path)
-    except OSError as error:
-        raise UserError(
-            asked=f"checkpoints in {writer.output}",
-            found=f"no way to write there ({error.strerror})",
-            change="make room, choose another output_dir, or set save_strategy: no",
-        ) from error
-    return written / seconds
+    finally:
+        file.abandon()
+    return written / (time.perf_counter() - began)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,8 +27,10 @@ class Requests:
     def __init__(self, output: Path) -> None:
         self.stop: signal.Signals | None = None
         """The signal that asked for it."""
-        self._save = False
-        self._trigger = output / TRIGGER
+        self.until = "after this step"
+        """When it will have done as it was told."""
+        self._save = self._interrupted = False
+        self._trigger, self._obeyed = output / TRIGGER, False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Requests":
@@ -45,9 +48,17 @@ class Requests:
     def take_save(self) -> bool:
         """Whether a checkpoint was asked for since the last call."""
         asked, self._save = self._save, False
-        if self._trigger.is_file():
-            self._trigger.unlink(missing_ok=True)
-            asked = True
+        return self._triggered() or asked
+
+    def _triggered(self) -> bool:
+        """Whether the file has come; one that cannot be removed asks once."""
+        asked = False
+        with suppress(OSError):  # no run ends because a directory cannot be looked at
+            there = self._trigger.is_file()
+            asked, self._obeyed = there and not self._obeyed, there
+            if there:
+                self._trigger.unlink(missing_ok=True)
+                self._obeyed = False
         return asked
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -55,12 +66,19 @@ class Requests:
         if number == signal.SIGUSR1:
             self._save = True
             return
-        if number == signal.SIGINT and self.stop is signal.SIGINT:
+        if number == signal.SIGINT and self._interrupted:
             # Checkpoints have their names only when they are whole: nothing is lost.
-            sys.stderr.write("ended at once\n")
-            sys.stderr.flush()
+            _say("ended at once")
             os._exit(128 + number)
+        self._interrupted |= number == signal.SIGINT
         self.stop = self.stop or signal.Signals(number)
         name = signal.Signals(number).name
         again = "; once more ends it at once" if number == signal.SIGINT else ""
-        sys.stderr.write(f"{name}: the run ends after this step{again}\n")
+        _say(f"{name}: the run ends {self.until}{again}")
+
+
+def _say(text: str) -> None:
+    """To whoever watches, if anybody does: a handler that raises would end the run, unsaved."""
+    with suppress(OSError, RuntimeError, ValueError):  # gone; was just being written to; closed
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

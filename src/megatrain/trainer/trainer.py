@@ -117,11 +117,22 @@ class Trainer:
     def continues(self) -> bool:
         """Whether the run goes on in the output directory that it was in before."""
         resumed = self.resumed
-        return resumed is not None and resumed.folder.resolve().parent == self.output.path
+        if resumed is None:
+            return False
+        # The checkpoint itself may be a link to another disk.
+        return resumed.folder.absolute().parent.resolve() == self.output.path
 
     def _check_room(self, scratch: DiskUse | None = None) -> None:
-        saves = Rhythms.of(self.config, self.run).save.count(self.progress.step)
-        note = self.output.check_room(self.config, self.run.contents, saves, scratch)
+        rhythms, limit = Rhythms.of(self.config, self.run), self.config.save_total_limit
+        if limit == 1 and rhythms.evaluate.steps is not None:
+            limit = 2  # the best one and the last one
+        note = self.output.check_room(
+            self.run.contents,
+            count=rhythms.save.count(self.progress.step),
+            limit=limit,
+            done=self.progress.step if self.continues else 0,
+            scratch=scratch,
+        )
         if note and note not in self.notes:
             self.notes.append(note)
 
@@ -190,8 +201,8 @@ class Trainer:
             elif config.overwrite_output_dir:
                 output.remove_earlier_run(report.note)
             how = "failed"
-            try:
-                with Requests(output.path) as requests:
+            with Requests(output.path) as requests:
+                try:
                     loop = Loop(
                         config=config,
                         run=run,
@@ -203,12 +214,12 @@ class Trainer:
                         plan=plan,
                     )
                     loop.run_to_the_end()
-                self._finish(loop, store)
-                how = loop.how
-            finally:
-                saver.wait()  # what it copies from must stay
-                report.close()
-                record.end(how, self.progress.results() | store.disk_traffic)
+                    self._finish(loop, store)
+                    how = loop.how
+                finally:
+                    saver.wait()  # what it copies from must stay
+                    report.close()
+                    record.end(how, self.progress.results() | store.disk_traffic)
             engine.close()
             if writer is not None:
                 writer.pool.close()
@@ -219,6 +230,7 @@ class Trainer:
 
     def _finish(self, loop: Loop, store: BlockStore) -> None:
         """The model and the last checkpoint, unless a signal has ended the run."""
+        loop.requests.until = "when all is written"
         loop.saver.wait()
         if loop.stopped_by is None:
             loop.engine.flush()

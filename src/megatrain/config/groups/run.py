@@ -29,7 +29,10 @@ class RunKeys(Keys):
         500.0, gt=0, description="Steps between checkpoints; below 1: a share of all steps."
     )
     save_total_limit: int | None = Field(
-        None, ge=1, description="Checkpoints to keep, beside the best one; default: all."
+        None,
+        ge=1,
+        description="Checkpoints to keep, the best one among them; 1: the last and the best;"
+        " default: all.",
     )
     save_only_model: bool = Field(
         False, description="Checkpoints without training state: only the weights, no resuming."
