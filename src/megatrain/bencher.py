@@ -70,6 +70,8 @@ class BenchOptions:
     steps: int = 10
     warmup_steps: int = 3
     """Steps before those that count."""
+    same_tokens: bool = False
+    """In every step, so that the loss falls; a GPU limited by its power may run faster on them."""
     max_grad_norm: float = 1.0
     gpu_memory: int | None = None
     host_memory: int | None = None
@@ -240,6 +242,8 @@ def _steps(
     seconds, results = [], []
     spans: list[Span] = []
     for step in range(options.warmup_steps + options.steps + 1):
+        if options.same_tokens:
+            generator = np.random.default_rng(0)
         rows = [
             Row(
                 input_ids=generator.integers(0, vocab_size, options.length),
@@ -290,6 +294,7 @@ def _figures(
         "rows": options.rows,
         "length": options.length,
         "micro_rows": options.micro_rows,
+        "same_tokens": options.same_tokens,
         "max_grad_norm": options.max_grad_norm,
         "place": options.place,
         "expert_parts": most_parts(model),
@@ -311,9 +316,7 @@ def _figures(
         "predicted_device_bytes": None if placement is None else placement.device_bytes,
         "host_bytes": plan.need.host,
         "disk": None if plan.disk is None else plan.disk.figures(),
-        "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "host_rss_at_end_bytes": (memory := psutil.Process().memory_info()).rss,
-        "host_files_at_end_bytes": memory.shared,
+        **_held_by_process(),
         "first_loss": results[0].loss,
         "last_loss": results[-1].loss,
     }
@@ -325,6 +328,16 @@ def _figures(
         "machine": meter.name or platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": library_versions()["transformers"],
+    }
+
+
+def _held_by_process() -> dict[str, int]:
+    """Bytes of host memory: the most, and at the end, with the files among them."""
+    memory = psutil.Process().memory_info()
+    return {
+        "host_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "host_rss_at_end_bytes": memory.rss,
+        "host_files_at_end_bytes": memory.shared,
     }
 
 

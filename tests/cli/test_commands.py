@@ -159,6 +159,15 @@ def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
             run("bench", *arguments, *wrong)
 
 
+def test_bench_with_the_same_tokens_learns_them(workspace: Path) -> None:
+    arguments = ["models/shape", "--rows", "1", "--length", "16", "--steps", "3"]
+    arguments += ["--warmup-steps", "0", "--output", "o.jsonl"]
+    run("bench", *arguments)
+    run("bench", *arguments, "--same-tokens")
+    fresh, same = map(json.loads, Path("o.jsonl").read_text().splitlines())
+    assert same["first_loss"] == fresh["first_loss"] > same["last_loss"] != fresh["last_loss"]
+
+
 def test_bench_takes_only_the_first_layers(workspace: Path) -> None:
     arguments = ["models/shape", "--layers", "1", "--rows", "1", "--length", "16"]
     run("bench", *arguments, "--steps", "1", "--warmup-steps", "0", "--output", "o.jsonl")

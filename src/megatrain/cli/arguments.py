@@ -113,6 +113,12 @@ ExpertParts = Annotated[
 Shape = Annotated[
     str | None, typer.Argument(help="Directory with a config.json; no weights needed.")
 ]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Only the first so many layers, if all do not fit.")
+]
+SameTokens = Annotated[
+    bool, typer.Option("--same-tokens", help="The same in every step: the loss has to fall.")
+]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")
 ]
