@@ -32,6 +32,7 @@ from tests.numerics.harness import (
     run_engine,
     same_bits,
 )
+from tests.unit.test_store import sources, written
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -233,3 +234,14 @@ def test_refused_page_locking_is_told_and_changes_no_bit(monkeypatch: pytest.Mon
     pageable, said = run()
     assert said and all("memlock" in notice for notice in said)
     assert same_bits(locked, pageable)
+
+
+@pytest.mark.parametrize("source", ["cpu", "cuda"])
+@pytest.mark.parametrize("store", ["cpu", "cuda"])
+def test_masters_are_exact_wherever_they_are_and_go(
+    source: str, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = sources(source)
+    masters = written(tensors, store, monkeypatch).masters(0)
+    for name, tensor in tensors.items():
+        assert torch.equal(masters[name], tensor.cpu())
