@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 ALIGN_ELEMENTS = 128  # 256 bytes of bf16: the alignment that GPU copies and kernels like
 
@@ -173,7 +174,16 @@ class BlockLayout:
 
     def nbytes(self, purpose: Purpose, gradient_dtype: str = "float32") -> int:
         """Bytes of the block's flat buffer for `purpose`, padding included."""
-        return sum(r.numel * ITEM_BYTES[r.dtype] for r in self.regions(purpose, gradient_dtype))
+        known, key = self._counted, (purpose, gradient_dtype)
+        if key not in known:
+            regions = self.regions(purpose, gradient_dtype)
+            known[key] = sum(region.numel * ITEM_BYTES[region.dtype] for region in regions)
+        return known[key]
+
+    @cached_property
+    def _counted(self) -> dict[tuple[Purpose, str], int]:
+        """What `nbytes` has found: a planner asks millions of times."""
+        return {}
 
     def on_disk(self, gradient_dtype: str | None) -> dict[Purpose, Part]:
         """Where each purpose is in the block's piece of a file, or of memory that it is read into.

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from megatrain.adviser.adviser import Adviser
 from megatrain.adviser.question import Question
+from megatrain.adviser.smaller import smaller_kinds
 from megatrain.cli import app
 from megatrain.engine.buffers import StepBuffers
 from megatrain.errors import UserError
@@ -284,3 +285,17 @@ def test_a_gguf_file_is_planned_by_its_header(workspace: Path) -> None:
 def test_a_config_json_is_no_config_of_a_run(workspace: Path) -> None:
     with pytest.raises(UserError, match="a file, not a directory"):
         plan("models/base/config.json", "--gpu", "H100")
+
+
+def test_experts_in_more_parts_are_proposed_where_there_are_experts() -> None:
+    question = Question(model="a model", gpu=GPUS["RTX 4090"], update_params_per_s=4e9)
+    for parts, expected in ((None, []), (1, [2, 4]), (4, [8, 16])):
+        changes = [
+            each for kind in smaller_kinds(question, pool=2**30, parts=parts) for each in kind
+        ]
+        found = {
+            words: changed.training.expert_parts
+            for words, changed in changes
+            if "expert_parts" in words
+        }
+        assert found == {f"expert_parts: {count}": count for count in expected}

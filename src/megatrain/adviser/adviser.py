@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from megatrain.adviser.chosen_rates import compute_of_gpu
 from megatrain.adviser.question import UNLIMITED, Question
@@ -12,7 +13,7 @@ from megatrain.engine.options import largest_shape
 from megatrain.errors import UserError
 from megatrain.models import BlockModel, build_on_meta, read_config, split_model
 from megatrain.models.hub import find_model
-from megatrain.models.parts import carried_inputs, in_parts
+from megatrain.models.parts import carried_inputs, in_parts, most_parts, num_experts
 from megatrain.models.work import LayerWork, count_layers
 from megatrain.placing import (
     Budgets,
@@ -224,8 +225,13 @@ class Adviser:
         if on_disk is not None:
             fits = True
             yield f"a disk of {format_bytes(on_disk.nbytes)} for layers (disk_path, --disk-memory)"
-        pool = question.training.checkpoint_memory(self.placed(question))
-        for kind in smaller_kinds(question, pool):
+        placed = self.placed(question)
+        kinds = partial(
+            smaller_kinds,
+            pool=question.training.checkpoint_memory(placed),
+            parts=(most_parts(placed) or 1) if num_experts(self.model) else None,
+        )
+        for kind in kinds(question):
             for words, changed in kind:
                 if self.try_ask(changed) is not None:
                     fits = True
@@ -233,7 +239,7 @@ class Adviser:
                     break
         if fits or least is not None:
             return
-        for kind in smaller_kinds(question, pool):
+        for kind in kinds(question):
             for words, changed in kind:
                 if (least := self.least_host_memory(changed)) is not None:
                     yield f"{words}, with host memory of {format_bytes(least)}"

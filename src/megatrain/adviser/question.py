@@ -99,6 +99,10 @@ class Question:
         training = replace(self.training, checkpoint_memory=lambda _: nbytes)
         return replace(self, training=training)
 
+    def with_expert_parts(self, parts: int) -> "Question":
+        """The same with a layer's experts in so many blocks."""
+        return replace(self, training=replace(self.training, expert_parts=parts))
+
     def with_micro_tokens(self, tokens: int) -> "Question":
         """The same in micro-batches of so many."""
         engine = replace(self.training.engine, micro_batch_tokens=tokens)

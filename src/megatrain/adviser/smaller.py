@@ -11,12 +11,15 @@ SHORTEST_ROW = 256
 SMALLEST_POOL = 2**28
 
 
-def smaller_kinds(question: Question, pool: int) -> Iterator[Iterator[tuple[str, Question]]]:
+def smaller_kinds(
+    question: Question, *, pool: int, parts: int | None
+) -> Iterator[Iterator[tuple[str, Question]]]:
     """Changes that need less; of each kind the smallest first.
 
     Args:
         question: about the run.
         pool: bytes for checkpoints on their way.
+        parts: blocks that a layer's experts are in; None: there are no experts.
     """
     yield (
         (
@@ -26,6 +29,10 @@ def smaller_kinds(question: Question, pool: int) -> Iterator[Iterator[tuple[str,
         for n in _halves(2 ** pool.bit_length())
         if SMALLEST_POOL <= n < pool
     )
+    if parts is not None:
+        yield (
+            (f"expert_parts: {n}", question.with_expert_parts(n)) for n in (2 * parts, 4 * parts)
+        )
     if question.max_grad_norm:
         yield iter([("max_grad_norm: 0", replace(question, max_grad_norm=0.0))])
     if question.offload:

@@ -7,6 +7,7 @@ host, so that their place holds state.  The best by a rough estimate are simulat
 taken.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -165,16 +166,19 @@ class PlacementRule:
         """
         if self.offload.saved is not None:
             return best
-        saved, spills = NONE, best.spill is not None
-        for layer in range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1):
-            if layer in self.offload.not_saved:
-                continue
-            saved |= {layer}
-            placement = self.placement(best.resident, saved, spills=spills)
-            if placement.device_bytes > self.budget:
-                break
-            best = placement
-        return best
+        trained = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
+        layers = [layer for layer in trained if layer not in self.offload.not_saved]
+
+        def first(count: int) -> Placement:
+            spills = best.spill is not None
+            return self.placement(best.resident, frozenset(layers[:count]), spills=spills)
+
+        def too_large(count: int) -> bool:
+            return first(count).device_bytes > self.budget
+
+        # Saved, a layer takes more than its input does: so one count is the largest that fits.
+        fit = bisect_left(range(1, len(layers) + 1), True, key=too_large)
+        return first(fit) if fit else best
 
     def placement(
         self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
