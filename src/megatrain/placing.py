@@ -16,7 +16,7 @@ from megatrain.engine.kept_rates import run_disk_rates, stored_calibration
 from megatrain.engine.options import largest_shape, with_tokens_of_a_step
 from megatrain.engine.programs import Programs
 from megatrain.errors import UserError
-from megatrain.layout import STATE, Purpose
+from megatrain.layout import Purpose
 from megatrain.memory import DiskTier
 from megatrain.models import BlockKind, BlockModel
 from megatrain.models.parts import in_parts, num_experts
@@ -345,11 +345,6 @@ def placement_rule(
         host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
         offload=budgets.offload,
     )
-
-
-def default_checkpoint_memory(model: BlockModel) -> int:
-    """Bytes for checkpoints on their way: the state of two blocks."""
-    return 2 * max(sum(b.layout.nbytes(purpose) for purpose in STATE) for b in model.blocks)
 
 
 def with_room_for_waiting(

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megatrain.checkpoint import pool_bytes
 from megatrain.engine import EngineOptions
 from megatrain.engine.kept_rates import GpuRates
 from megatrain.hardware import Gpu
 from megatrain.models import BlockModel
-from megatrain.placing import default_checkpoint_memory
 from megatrain.planner.answer import DiskRoom, state_bytes
 from megatrain.planner.estimate import rates_of
 from megatrain.schedule import Rates
@@ -30,7 +30,7 @@ class Training:
     """Its micro_batch_tokens go before a question's micro_rows."""
     expert_parts: int | None = None
     """Blocks of a layer's experts; None: as the GPU needs."""
-    checkpoint_memory: Callable[[BlockModel], int] = default_checkpoint_memory
+    checkpoint_memory: Callable[[BlockModel], int] = pool_bytes
     """Bytes of the host for checkpoints on their way."""
     checkpoint_bytes: Callable[[BlockModel], int] = whole_state
     """Of a checkpoint on the disk."""

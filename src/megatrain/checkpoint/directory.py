@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from megatrain.checkpoint.disk import Disk
-from megatrain.checkpoint.manifest import MANIFEST, STATE, model_only, verify
+from megatrain.checkpoint.manifest import MANIFEST, STATE, looks_whole, model_only, verify
 from megatrain.errors import UserError
 
 NAME = re.compile(r"checkpoint-(\d+)")
@@ -122,6 +122,19 @@ def last_whole(output: Path, note: Callable[[str], None]) -> Path | None:
             " one of them (model_name_or_path), or set overwrite_output_dir: true without resuming",
         )
     return None
+
+
+def instead_of(folder: Path) -> Path | None:
+    """A checkpoint to go on from where another one is damaged: it looks whole, and is not read.
+
+    The last one before it, or else the first one after it, of those beside it.
+    """
+    match = NAME.fullmatch(folder.name)
+    beside = checkpoints(folder.parent)
+    step = int(match[1]) if match else max(beside, default=0) + 1
+    before, after = ([n for n in beside if n < step], [n for n in beside if n > step])
+    nearest = (beside[number] for number in [*reversed(before), *after])
+    return next(filter(looks_whole, nearest), None)
 
 
 def retire_later(output: Path, step: int, disk: Disk) -> list[Path]:

@@ -101,20 +101,35 @@ def verify(folder: Path) -> dict[str, FileRecord]:
     with ThreadPoolExecutor(READERS) as pool:
         problems = list(pool.map(lambda name: _problem(folder / name, records[name]), records))
     found = [f"{name} {what}" for name, what in zip(records, problems, strict=True) if what]
-    # These would be loaded beside or instead of what was written.
-    strangers = {str(path.relative_to(folder)) for end in LOADED for path in folder.rglob(end)}
-    found += [f"{name} does not belong to it" for name in sorted(strangers - records.keys())]
+    found += [f"{name} does not belong to it" for name in _strangers(folder, records)]
     if found:
         raise _damaged(folder, "damage: " + ", ".join(found[:5]) + (" ..." if found[5:] else ""))
     return records
 
 
-def _problem(path: Path, record: FileRecord) -> str:
+def looks_whole(folder: Path) -> bool:
+    """Whether a run could go on from it, as far as names and sizes tell; no tensor is read."""
+    try:
+        records = read_manifest(folder)
+    except UserError:
+        return False
+    sizes = (_problem(folder / name, record, sizes_only=True) for name, record in records.items())
+    return STATE in records and not any(sizes) and not _strangers(folder, records)
+
+
+def _strangers(folder: Path, records: Mapping[str, FileRecord]) -> list[str]:
+    """What would be loaded beside or instead of what was written."""
+    found = {str(path.relative_to(folder)) for end in LOADED for path in folder.rglob(end)}
+    return sorted(found - records.keys())
+
+
+def _problem(path: Path, record: FileRecord, *, sizes_only: bool = False) -> str:
     try:
         size = path.stat().st_size
         if size != record.nbytes:
             return f"has {size} bytes instead of {record.nbytes}"
-        return "" if record_of(path) == record else "has other content than was written"
+        same = sizes_only or record_of(path) == record
+        return "" if same else "has other content than was written"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

@@ -12,17 +12,36 @@ seconds.  Whatever goes wrong, no update waits for ever and no other checkpoint 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from megatrain.checkpoint.contents import Contents, Read
 from megatrain.checkpoint.tensors import TensorFiles, data_of
+from megatrain.layout import STATE, Purpose
 from megatrain.memory import BlockStore, HostSlab
+from megatrain.models import BlockModel
 
 LARGEST_BUFFER = 2**25
 Part = tuple[str, int, int]
 """A file, and where in a buffer its next bytes are."""
+
+
+def pool_bytes(
+    model: BlockModel, *, asked: int | None = None, saved: Sequence[Purpose] = STATE
+) -> int:
+    """Of a pool for the checkpoints of a run: never more than holds a whole one.
+
+    Args:
+        model: its blocks.
+        asked: for; by default the state of two blocks.
+        saved: what of each block is in a checkpoint.
+    """
+    layouts = [block.layout for block in model.blocks]
+    if asked is None:
+        asked = 2 * max(sum(map(layout.nbytes, STATE)) for layout in layouts)
+    whole = sum(layout.nbytes(purpose) for layout in layouts for purpose in saved)
+    return min(asked, whole + LARGEST_BUFFER)  # of whole buffers: the last is not filled
 
 
 class BufferPool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import NoRoomError
-from megatrain.layout import STATE, BlockLayout
+from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.planner.disk import DiskUse, check_disk, disk_use, tier_for, with_disk
 from megatrain.planner.fit import MemoryNeed, memory_need
 from megatrain.planner.placement import Placement, PlacementRule
@@ -166,9 +166,9 @@ def _disk(rule: PlacementRule, placement: Placement, room: DiskRoom) -> DiskUse 
     )
 
 
-def state_bytes(layouts: Sequence[BlockLayout]) -> int:
-    """Weights, residuals and moments."""
-    return sum(layout.nbytes(purpose) for layout in layouts for purpose in STATE)
+def state_bytes(layouts: Sequence[BlockLayout], purposes: Sequence[Purpose] = STATE) -> int:
+    """Weights, residuals and moments, or some of them."""
+    return sum(layout.nbytes(purpose) for layout in layouts for purpose in purposes)
 
 
 class HostTooSmallError(NoRoomError):

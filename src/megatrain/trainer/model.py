@@ -5,24 +5,24 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatrain.checkpoint import Contents
+from megatrain.checkpoint import Contents, pool_bytes
 from megatrain.config import TrainConfig
 from megatrain.config.groups.run import LEAST_CHECKPOINT_MEMORY
 from megatrain.data import extend_tokenizer, load_tokenizer, num_token_ids, special_token_ids
 from megatrain.data.tokenizer import Tokenizer
 from megatrain.engine import EngineOptions
 from megatrain.engine.options import AdamWOptions
+from megatrain.layout import STATE, Purpose
 from megatrain.models import BlockModel
 from megatrain.models.hub import ModelFiles, find_model
 from megatrain.models.load import LoadedBlocks, load_blocks
 from megatrain.models.selection import Selection
 from megatrain.optim import learning_rate_schedule
-from megatrain.placing import default_checkpoint_memory
 from megatrain.preflight import find_gguf
 from megatrain.units import parse_bytes
 
@@ -117,8 +117,13 @@ def checkpoint_memory(config: TrainConfig, model: BlockModel) -> int:
     """Bytes for checkpoints on their way; 0 if none is to be written."""
     if not writes_checkpoints(config):
         return 0
-    usual = max(default_checkpoint_memory(model), LEAST_CHECKPOINT_MEMORY)
-    return size(config.checkpoint_memory) or usual
+    pool = pool_bytes(model, asked=size(config.checkpoint_memory), saved=saved_of(config))
+    return max(pool, LEAST_CHECKPOINT_MEMORY)
+
+
+def saved_of(config: TrainConfig) -> Sequence[Purpose]:
+    """What of each block is in a checkpoint."""
+    return (Purpose.WEIGHT,) if config.save_only_model else STATE
 
 
 def learning_rate_of(config: TrainConfig, *, total_steps: int) -> Callable[[int], float]:

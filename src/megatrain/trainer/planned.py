@@ -11,10 +11,10 @@ from megatrain.models import BlockModel
 from megatrain.placing import Budgets
 from megatrain.planner.answer import state_bytes
 from megatrain.trainer.model import (
-    checkpoint_contents,
     checkpoint_memory,
     learning_rate_of,
     load_run_model,
+    saved_of,
     size,
     writes_checkpoints,
 )
@@ -58,11 +58,7 @@ class PlannedRun:
         """Of one on the disk."""
         if not writes_checkpoints(self.config):
             return 0
-        if not self.config.save_only_model:
-            return state_bytes([block.layout for block in model.blocks])
-        contents = checkpoint_contents(self.config, model)
-        assert contents is not None
-        return contents.nbytes
+        return state_bytes([block.layout for block in model.blocks], saved_of(self.config))
 
 
 def planned_run(config: TrainConfig) -> PlannedRun:

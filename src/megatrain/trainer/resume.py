@@ -14,6 +14,7 @@ from megatrain.checkpoint import (
     TrainingState,
     checkpoints,
     cut_steps,
+    instead_of,
     last_whole,
     read_state,
     restore_state,
@@ -142,10 +143,9 @@ def _verify_or_offer(folder: Path) -> None:
     try:
         verify(folder)
     except UserError as error:
-        others = [path for path in checkpoints(folder.parent).values() if path != folder]
-        change = error.change
-        if others:
-            change = f"resume from {others[-1]}, or with auto from the last one that is whole"
+        if (other := instead_of(folder)) is None:
+            raise
+        change = f"resume from {other}, or with auto from the last one that is whole"
         raise UserError(asked=error.asked, found=error.found, change=change) from error
 
 

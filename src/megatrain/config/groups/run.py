@@ -45,7 +45,7 @@ class RunKeys(Keys):
     checkpoint_memory: str | None = Field(
         None,
         description="Memory for what is copied and not written yet while training goes on, such as"
-        " 8GiB; default: the state of two blocks.",
+        " 8GiB; default: the state of two blocks; more than holds a checkpoint is not taken.",
     )
     resume_from_checkpoint: bool | str | None = Field(
         None,
