@@ -19,6 +19,14 @@ def test_a_second_run_in_the_same_directory_is_refused(workspace: Path) -> None:
     train(overwrite_output_dir=True)
 
 
+def test_a_run_that_was_refused_leaves_the_directory_free(workspace: Path) -> None:
+    """Also to whoever still holds the error, as a notebook does."""
+    with pytest.raises(UserError, match="no way to write there") as refused:
+        trainer(trace="/proc/trace.json")
+    train()
+    assert refused.value.__traceback__ is not None
+
+
 def test_a_directory_that_another_run_has_taken_over_is_left_to_it(
     workspace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

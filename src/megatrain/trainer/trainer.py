@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,20 @@ class Trainer:
         check_loss(loss, self.model.vocab_size, DTYPES[run.compute_dtype], run.device)
         self.notes: list[str] = [*notices, *run.data.notes]
         self.output = OutputDirectory(Path(config.output_dir).resolve(), disk or Disk())
+        with ExitStack() as undo:
+            # Whoever keeps the error, as notebooks do, would keep the directory locked.
+            undo.push(self.output)
+            self._begin(given, resumes=resumes)
+            undo.pop_all()
+
+    def _begin(self, given: Sequence[Callback], *, resumes: bool) -> None:
+        """What needs the output directory."""
+        config, run = self.config, self.run
         if config.trace is not None:
             claim_file("trace", Path(config.trace))
         self.resumed = None
         if resumes:
-            self.resumed = resume(config, run, loss=loss_name(loss), note=self.notes.append)
+            self.resumed = resume(config, run, loss=loss_name(self.loss), note=self.notes.append)
         self.progress = Progress()
         if self.resumed is not None:
             self.progress = Progress.after(self.resumed.state)
