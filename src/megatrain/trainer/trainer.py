@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
 from megatrain.adviser import plan_in_micro_batches
 from megatrain.checkpoint import Disk
@@ -102,7 +103,7 @@ class Trainer:
             self._begin(given, resumes=resumes)
             undo.pop_all()
 
-    def _begin(self, given: Sequence[Callback], *, resumes: bool) -> None:
+    def _begin(self, given: Sequence[TrainerCallback], *, resumes: bool) -> None:
         """What needs the output directory."""
         config, run = self.config, self.run
         if config.trace is not None:
