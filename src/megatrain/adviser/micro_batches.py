@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatrain.adviser.adviser import AS_FAST, Adviser, even_splits
-from megatrain.adviser.chosen_rates import GivenRates, known_gpu, known_rates
+from megatrain.adviser.chosen_gpu import known_gpu
+from megatrain.adviser.chosen_rates import GivenRates, known_rates
 from megatrain.adviser.question import Question, Training
 from megatrain.engine import EngineOptions
 from megatrain.engine.device import free_device_bytes, release_cached_memory
