@@ -5,8 +5,9 @@
 Trains a shape with random weights on random text, with asynchronous checkpoints, then goes on from
 the last one in a process of its own (`--no-resume`: not that).  Appends one JSON line to
 benchmarks/results/checkpoint_cost.jsonl: for each checkpoint its bytes and seconds, for how long
-training waited and for how long it was expected to, and the peak of this process's private memory
-during saves and while a checkpoint is loaded.
+training waited and for how long it was expected to; tokens a second; private memory and files of
+this process before the steps, and the peak of its private memory during saves and while a
+checkpoint is loaded.
 """
 
 import argparse

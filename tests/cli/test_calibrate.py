@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from megatrain import adviser
 from megatrain.adviser import chosen_rates
+from megatrain.adviser import plan as planning
 from megatrain.adviser.chosen_rates import GivenRates
 from megatrain.adviser.question import Question
 from megatrain.cli import app
@@ -283,8 +283,8 @@ def test_each_machine_has_its_own(of_gpu: Calibration, monkeypatch: pytest.Monke
 
 def _questions(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
     asked: list[Question] = []
-    monkeypatch.setattr(adviser, "this_gpu", lambda: GPUS["L4"])
-    monkeypatch.setattr(adviser, "_tell", lambda _, question, *__, **___: asked.append(question))
+    monkeypatch.setattr(planning, "gpu_here", lambda: GPUS["L4"])
+    monkeypatch.setattr(planning, "_tell", lambda _, question, *__, **___: asked.append(question))
     return asked
 
 

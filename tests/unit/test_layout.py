@@ -1,5 +1,8 @@
 """The layout packs every parameter exactly once, aligned, for every purpose."""
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
 from megatrain.layout import ALIGN_ELEMENTS, BlockLayout, ParamSpec, Purpose
@@ -48,6 +51,19 @@ def test_parameters_are_aligned_and_do_not_overlap() -> None:
 )
 def test_bytes_by_purpose(purpose: Purpose, expected: int) -> None:
     assert LAYOUT.nbytes(purpose, "bfloat16") == expected
+
+
+def test_a_layout_that_has_counted_its_bytes_is_the_same_layout() -> None:
+    asked, fresh = replace(LAYOUT), replace(LAYOUT)
+    for dtype in ("bfloat16", "float32"):
+        regions = fresh.regions(Purpose.GRADIENT, dtype)
+        nbytes = sum(region.numel * (2 if dtype == "bfloat16" else 4) for region in regions)
+        assert asked.nbytes(Purpose.GRADIENT, dtype) == nbytes  # each by its own dtype
+        assert asked.nbytes(Purpose.GRADIENT, dtype) == nbytes
+    assert (asked, hash(asked), repr(asked)) == (fresh, hash(fresh), repr(fresh))
+    assert pickle.loads(pickle.dumps(asked)) == fresh
+    shorter = replace(asked, segments=asked.segments[:1])  # what was counted is not its own
+    assert shorter.nbytes(Purpose.WEIGHT) < asked.nbytes(Purpose.WEIGHT)
 
 
 def test_regions_follow_one_another() -> None:

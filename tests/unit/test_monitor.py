@@ -144,6 +144,18 @@ def test_a_reader_that_has_gone_ends_no_run() -> None:
         console.note("lost as well")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_cannot_be_encoded_or_is_said_to_a_closed_stream_ends_no_run(encoding: str) -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding)
+    with Console(9, file=out) as console:
+        console.note("from /data/\udcff/\u00e9")  # a name that is no UTF-8, one that is not ASCII
+        shown = "from /data/?/?\n" if encoding == "ascii" else "from /data/?/\u00e9\n"
+        assert raw.getvalue().decode(encoding) == shown
+        out.close()
+        console.note("lost")
+
+
 def test_rates_are_of_training_alone_and_since_the_row_before() -> None:
     now = [100.0]
     of = Throughput(10, flops_per_token=6e9, matmul_flops_per_s=1e12, clock=lambda: now[0])

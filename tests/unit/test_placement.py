@@ -1,5 +1,7 @@
 """The rule that spends spare GPU memory: within its budget, and on what shortens the step."""
 
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from megatrain.planner import (
     disk_use,
     memory_need,
 )
+from megatrain.planner.offload import Offload
 from megatrain.schedule import Footprint, Rates, StepPlan
 
 LAYERS, HEAD = 8, 9
@@ -127,6 +130,73 @@ def test_what_the_host_cannot_hold_goes_to_the_device() -> None:
     assert (
         memory_need(LAYOUTS, plan, gradient_dtype="bfloat16").host_total <= whole - 3 * 14 * 2**20
     )
+
+
+def uneven_rules(draw: random.Random) -> Iterator[PlacementRule]:
+    """With layers of several sizes, as of experts in parts, and every budget that matters."""
+    frozen, input_bytes = draw.choice([0, 0, 3]), 2 ** draw.randint(8, 16)
+    sizes = [2**14, *draw.choices([2**12, 2**16, 2**18], k=LAYERS), 2**14]
+    plan = StepPlan(
+        num_layers=LAYERS,
+        num_micro=draw.randint(1, 3),
+        trainable=tuple(not frozen or index > frozen for index in range(LAYERS + 2)),
+        clip=draw.random() < 0.5,
+        additive=frozenset(draw.choice([(), (2, 4, 6)])),
+        layer_weight_slots=draw.randint(1, 4),
+    )
+    asked = replace(
+        rule(0),
+        layouts=[block(f"b{index}", numel) for index, numel in enumerate(sizes)],
+        plan=plan,
+        footprint=replace(
+            COSTS,
+            input_bytes=input_bytes,
+            saved_bytes=tuple(draw.randint(1, 12) * input_bytes // 2 for _ in range(LAYERS)),
+            carried_bytes=draw.choice([0, input_bytes]),
+        ),
+        offload=Offload(spilled=draw.choice([None, None, frozenset({5, 7})])),
+    )
+    least = asked.placement(frozenset(), frozenset()).device_bytes
+    for _ in range(8):
+        yield replace(asked, budget=int(draw.uniform(1, 3) * least))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_as_many_layers_are_saved_as_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    for asked in uneven_rules(draw):
+        resident = frozenset(range(draw.randint(0, LAYERS)))
+        trained = range(max(asked.plan.lowest_trainable, 1), LAYERS + 1)
+        layers = [layer for layer in trained if layer not in asked.offload.not_saved]
+        for spills in (False, True):
+            start = asked.placement(resident, frozenset(), spills=spills)
+            if start.device_bytes > asked.budget:
+                continue
+            found, fits = asked._with_saved(start), 0
+            for count in range(1, len(layers) + 1):
+                saved = frozenset(layers[:count])
+                placed = asked.placement(resident, saved, spills=spills)
+                if placed.device_bytes > asked.budget:
+                    break
+                fits = count
+            assert found.device_bytes <= asked.budget
+            assert len(found.saved) >= fits
+            assert found.saved == frozenset(layers[: len(found.saved)])
+            whole = asked.placement(resident, frozenset(layers), spills=spills)
+            assert (found == whole) == (whole.device_bytes <= asked.budget)
+
+
+def test_where_the_last_shared_slots_vanish_all_layers_are_saved() -> None:
+    # Weights that are larger than what is saved: the last layer's leave two shared slots.
+    costs = replace(COSTS, saved_bytes=(2**19,) * LAYERS)
+    asked = replace(rule(2**40), footprint=costs)
+    layers = range(1, LAYERS + 1)
+    all_but_one = asked.placement(frozenset(), frozenset(layers[:-1]))
+    whole = asked.placement(frozenset(), frozenset(layers))
+    assert whole.device_bytes < all_but_one.device_bytes
+    start = asked.placement(frozenset(), frozenset())
+    assert replace(asked, budget=whole.device_bytes)._with_saved(start) == whole
+    assert len(replace(asked, budget=whole.device_bytes - 1)._with_saved(start).saved) < LAYERS - 1
 
 
 def test_frozen_layers_below_are_not_saved() -> None:

@@ -109,6 +109,9 @@ def test_what_cannot_be_sent_to_the_disk_on_the_way_is_no_file(
     calls = {"write": partial(file.write, b"x" * 100), "close": file.close}
     with pytest.raises(OSError, match="Input/output error"):
         calls[then]()
+    monkeypatch.undo()  # from here on all goes well, and what was lost stays lost
+    with pytest.raises(OSError, match="Input/output error"):
+        file.close()
     file.abandon()
 
 

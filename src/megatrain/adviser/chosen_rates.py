@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatrain.engine.kept_rates import GpuRates, stored_calibration
 from megatrain.engine.rates import host_update_rate
-from megatrain.hardware import Gpu, find_gpu
+from megatrain.hardware import Gpu
 from megatrain.planner.durations import UPDATE_BYTES
 from megatrain.planner.estimate import compute_in_steps, compute_of
 from megatrain.schedule import ComputeRates
@@ -65,24 +63,4 @@ def compute_of_gpu(gpu: Gpu, measured: GpuRates | None) -> ComputeRates:
     return ComputeRates(
         products=found.products or published.products,
         attention=found.attention or published.attention,
-    )
-
-
-def known_gpu(name: str) -> Gpu | None:
-    """The GPU in this machine: as published or, if it is not, as measured; None if neither."""
-    return find_gpu(name) or _measured_gpu(name)
-
-
-def _measured_gpu(name: str) -> Gpu | None:
-    kept = stored_calibration().found
-    if kept is None or kept.gpu is None or not kept.gpu.products:
-        return None
-    return Gpu(
-        name=name,
-        memory_bytes=torch.cuda.get_device_properties(0).total_memory,
-        memory_bytes_per_s=kept.gpu.device_bytes_per_s,
-        bf16_flops_per_s=max(each.flops_per_s for each in kept.gpu.products),
-        link_bytes_per_s=min(kept.gpu.h2d_alone_bytes_per_s, kept.gpu.d2h_alone_bytes_per_s),
-        power_w=None,
-        source="megatrain bench --calibrate",
     )

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from megatrain.adviser.adviser import AS_FAST, Adviser, even_splits
-from megatrain.adviser.chosen_rates import GivenRates, known_gpu, known_rates
+from megatrain.adviser.chosen_gpu import known_gpu
+from megatrain.adviser.chosen_rates import GivenRates, known_rates
 from megatrain.adviser.question import Question, Training
 from megatrain.engine import EngineOptions
 from megatrain.engine.device import free_device_bytes, release_cached_memory
@@ -88,7 +89,7 @@ def plan_in_micro_batches(
             if tokens <= sizes[0] * length:
                 raise
         release_cached_memory(device)  # only here: the error's traceback has held tensors
-    words = in_words(tried, why, length=length, num_rows=num_rows, earlier=earlier)
+    words = _in_words(tried, why, length=length, num_rows=num_rows, earlier=earlier)
     return replace(plan, notices=(words, *plan.notices))
 
 
@@ -159,7 +160,7 @@ def propose(
     return rows, f"{most} at most {where}"
 
 
-def in_words(
+def _in_words(
     tried: Sequence[int], why: str, *, length: int, num_rows: int, earlier: Earlier | None
 ) -> str:
     """Which, why, and what had no room; another split than before is told."""

@@ -14,7 +14,9 @@ from megatrain.planner.estimate import rates_of
 from megatrain.schedule import Rates
 
 UNLIMITED = 2**60
+"""Bytes; more than any machine has."""
 COMPILED = EngineOptions(compile_backend="inductor")
+"""As on a GPU by default."""
 
 
 def whole_state(model: BlockModel) -> int:
@@ -43,9 +45,13 @@ class Question:
     model: str
     """Directory with a config.json, or an id."""
     rows: int = 32
+    """Of a step."""
     length: int = 1024
+    """Tokens of a row."""
     micro_rows: int = 16
+    """Rows of a micro-batch."""
     max_grad_norm: float = 1.0
+    """0 turns clipping off."""
     gpu: Gpu
     gpu_memory: int | None = None
     """Bytes; None for all of it."""
@@ -94,6 +100,19 @@ class Question:
         """Padded tokens of a micro-batch; None: micro_rows decide."""
         return self.training.engine.micro_batch_tokens
 
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.length
+
+    @property
+    def disk_room(self) -> DiskRoom | None:
+        """Of a disk for state; None: there is none."""
+        if self.disk_memory is None:
+            return None
+        rate = self.disk_bytes_per_s
+        return DiskRoom(nbytes=self.disk_memory, rates=None if rate is None else (rate, rate))
+
     def with_checkpoint_memory(self, nbytes: int) -> "Question":
         """The same with so much of the host for checkpoints on their way."""
         training = replace(self.training, checkpoint_memory=lambda _: nbytes)
@@ -107,15 +126,3 @@ class Question:
         """The same in micro-batches of so many."""
         engine = replace(self.training.engine, micro_batch_tokens=tokens)
         return replace(self, training=replace(self.training, engine=engine))
-
-    @property
-    def tokens(self) -> int:
-        """Of a step."""
-        return self.rows * self.length
-
-    @property
-    def disk_room(self) -> DiskRoom | None:
-        if self.disk_memory is None:
-            return None
-        rate = self.disk_bytes_per_s
-        return DiskRoom(nbytes=self.disk_memory, rates=None if rate is None else (rate, rate))

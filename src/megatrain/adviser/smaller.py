@@ -8,7 +8,9 @@ from megatrain.hardware import GPUS
 from megatrain.units import format_bytes
 
 SHORTEST_ROW = 256
+"""Tokens; shorter rows are not proposed."""
 SMALLEST_POOL = 2**28
+"""Bytes of checkpoint_memory; less is not proposed."""
 
 
 def smaller_kinds(

@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatrain.adviser.adviser import Adviser
-from megatrain.adviser.question import Question
+from megatrain.adviser.question import Question, whole_state
 from megatrain.errors import UserError
 from megatrain.hardware import GPUS
 from megatrain.models.parts import parts_in_words
-from megatrain.planner.answer import Answer, HostTooSmallError, state_bytes
+from megatrain.planner.answer import Answer, HostTooSmallError
 from megatrain.schedule import Lane
 from megatrain.units import format_bytes
 
@@ -108,9 +108,8 @@ def compare(
 
 def refusal(question: Question, error: UserError, adviser: Adviser) -> Iterator[str]:
     """Why it does not fit, and what would."""
-    state = state_bytes([block.layout for block in adviser.model.blocks])
     yield f"does not fit: {error.asked}: {error.found}"
-    yield f"(weights, residuals and moments alone are {format_bytes(state)})"
+    yield f"(weights, residuals and moments alone are {format_bytes(whole_state(adviser.model))})"
     changes = list(adviser.smaller(question))
     yield "what would make it fit, one by one:" if changes else "no single change makes it fit"
     yield from (f"  {change}" for change in changes)

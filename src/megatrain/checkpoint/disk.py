@@ -14,12 +14,13 @@ from pathlib import Path
 import xxhash
 
 SYNC_BYTES = 2**27
-"""Written bytes after which they are sent to the disk, while the next are written: twice as many
-are in memory at most, and they must not pile up there."""
+"""Written bytes of a file after which they are sent to the disk, while the next are written: twice
+as many are in memory at most, and they must not pile up there."""
 READ_BYTES = 2**24
+"""Read at a time for a digest."""
 
 _SENDERS = ThreadPoolExecutor(2, thread_name_prefix="megatrain-disk")
-"""A checkpoint has a file of weights and one of state in writing."""
+"""A checkpoint has a file of weights and one of state in writing.  Threads begin with the first."""
 
 Data = bytes | memoryview
 
@@ -71,9 +72,12 @@ class DiskFile:
         self._file.close()
 
     def _finish_sending(self) -> None:
-        sending, self._sending = self._sending, None
-        if sending is not None:
-            sending.result()
+        """Wait for the thread; a failure that it met is raised by every call from then on: the
+        system tells it once, and a later `fsync` would succeed.
+        """
+        if self._sending is not None:
+            self._sending.result()
+            self._sending = None
 
 
 def _send(file: int, nbytes: int) -> None:

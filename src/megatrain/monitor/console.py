@@ -1,7 +1,8 @@
 """A live display on a terminal, plain lines elsewhere.
 
 Promise: no run ends because its words cannot be shown, where they go to a file on a full disk, to
-a terminal or a reader that has gone.  What is refused is lost; the next line is tried again.
+a terminal or a reader that has gone.  What is refused is lost; the next line is tried again.  What
+an encoding does not have is shown as `?`.
 """
 
 import os
@@ -48,7 +49,9 @@ class _Lenient:
         self.isatty, self.fileno = file.isatty, file.fileno
 
     def write(self, text: str) -> None:
-        self._try(lambda: self._file.write(text))
+        encoding = self.encoding or "utf-8"
+        shown = text.encode(encoding, "replace").decode(encoding)  # a path may be bytes of any kind
+        self._try(lambda: self._file.write(shown))
 
     def flush(self) -> None:
         self._try(self._file.flush)
@@ -61,7 +64,7 @@ class _Lenient:
                 devnull = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(devnull, self._file.fileno())
                 os.close(devnull)
-        except OSError:
+        except (OSError, ValueError):  # the latter of a stream that is closed
             pass
 
 

@@ -159,15 +159,15 @@ class PlacementRule:
         return self.simulated(placement)
 
     def _with_saved(self, best: Placement) -> Placement:
-        """As many of the first layers saved as fit.
+        """All layers saved if they fit, else as many of the first as fit.
 
         These are the resident ones, whose weights need no slot of their own to stay; and without
         clipping the host, whose updates begin with the last layers, is given more time for them.
         """
-        if self.offload.saved is not None:
-            return best
         trained = range(max(self.plan.lowest_trainable, 1), self.plan.num_layers + 1)
         layers = [layer for layer in trained if layer not in self.offload.not_saved]
+        if self.offload.saved is not None or not layers:
+            return best
 
         def first(count: int) -> Placement:
             spills = best.spill is not None
@@ -176,8 +176,11 @@ class PlacementRule:
         def too_large(count: int) -> bool:
             return first(count).device_bytes > self.budget
 
-        # Saved, a layer takes more than its input does: so one count is the largest that fits.
-        fit = bisect_left(range(1, len(layers) + 1), True, key=too_large)
+        # With the last of the largest layers, shared weight slots shrink: more saved may be fewer
+        # bytes.  Where bisection ends fits all the same, and one more does not: of such numbers it
+        # may find a larger one than the first, never a smaller one.
+        most = len(layers)
+        fit = bisect_left(range(1, most), True, key=too_large) if too_large(most) else most
         return first(fit) if fit else best
 
     def placement(

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback as TrainerCallback
+from transformers import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput as TrainOutput
 
 from megatrain.config import TrainConfig

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from megatrain.adviser import plan_in_micro_batches
 from megatrain.checkpoint import Disk
@@ -36,6 +35,7 @@ from megatrain.preflight import check_run, claim_file
 from megatrain.trainer.callbacks import (
     Callback,
     Callbacks,
+    TrainerCallback,
     TrainOutput,
     check_callbacks,
     train_output,
