@@ -72,12 +72,16 @@ GPUS = {gpu.name: gpu for gpu in _ALL}
 def find_gpu(name: str) -> Gpu | None:
     """The GPU of that name, however it is spelt: `rtx4090`, `RTX-4090`, `NVIDIA A100-SXM4-80GB`.
 
-    More words in common win: `NVIDIA H100 PCIe` is not an H100.
+    More words in common win: `NVIDIA H100 PCIe` is not an H100.  A part of one name alone will do
+    if it has a number: `4090`, but not `A100`, of which there are two.
     """
     asked = _words(name)
     known = sorted(GPUS, key=lambda each: len(_words(each)), reverse=True)
     alike = (each for each in known if _words(each) <= asked or _glued(each) == _glued(name))
-    return next((GPUS[each] for each in alike), None)
+    if (found := next(alike, None)) is not None:
+        return GPUS[found]
+    longer = [each for each in known if asked <= _words(each)]
+    return GPUS[longer[0]] if len(longer) == 1 and re.search("[0-9]", name) else None
 
 
 def _words(name: str) -> set[str]:

@@ -1,5 +1,6 @@
 """Sizes and their units."""
 
+import math
 import re
 from fractions import Fraction
 
@@ -35,7 +36,19 @@ def parse_bytes(text: str | int) -> int:
 
 def format_bytes(nbytes: float) -> str:
     """A size in the largest binary unit that keeps it at 1 or more."""
+    size, unit = _largest_unit(nbytes)
+    return f"{nbytes / size:.2f} {unit}" if size > 1 else f"{nbytes:.0f} B"
+
+
+def format_enough(nbytes: int) -> str:
+    """The same, rounded up: whoever types what is printed has room for `nbytes`."""
+    size, unit = _largest_unit(nbytes)
+    hundredths = math.ceil(Fraction(100 * nbytes, size))
+    return f"{hundredths // 100}.{hundredths % 100:02d} {unit}" if size > 1 else f"{nbytes} B"
+
+
+def _largest_unit(nbytes: float) -> tuple[int, str]:
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
+            return size, unit
+    return 1, "B"

@@ -19,6 +19,7 @@ from megatrain.hardware import GPUS
 from megatrain.memory import BlockStore
 from megatrain.memory.store import STATE
 from megatrain.schedule import slot_sizes
+from megatrain.units import parse_bytes
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 SMALL = SHAPES / "qwen2.5-0.5b"
@@ -96,21 +97,34 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 
 def test_every_suggestion_fits() -> None:
-    adviser = Adviser(str(SMALL))
+    """Typed back as it is printed; and a bit less of the host does not."""
+    model = str(SHAPES / "qwen2.5-1.5b")
+    adviser = Adviser(model)
     question = Question(
-        model=str(SMALL),
+        model=model,
+        rows=4,
+        micro_rows=4,
         gpu=GPUS["RTX 4090"],
-        gpu_memory=8 * 2**30,
-        host_memory=4 * 2**30,
+        gpu_memory=6 * 2**30,
+        host_memory=15 * 2**30,
         update_params_per_s=4e9,
     )
     assert adviser.try_ask(question) is None
-    words = list(adviser.smaller(question))
-    assert words and words[0].startswith("host memory of")
-    gib = float(words[0].removeprefix("host memory of ").removesuffix(" GiB"))
-    enough = replace(question, host_memory=int((gib + 0.01) * 2**30))
-    assert adviser.try_ask(enough) is not None
-    assert adviser.try_ask(replace(question, host_memory=int((gib - 0.02) * 2**30))) is None
+    words = iter(adviser.smaller(question))
+    host = parse_bytes(next(words).removeprefix("host memory of "))
+    assert adviser.try_ask(replace(question, host_memory=host)) is not None
+    assert adviser.try_ask(replace(question, host_memory=host - 2**30 // 50)) is None
+    disk = (
+        next(words)
+        .removeprefix("a disk of ")
+        .removesuffix(" for layers (disk_path, --disk-memory)")
+    )
+    assert adviser.try_ask(replace(question, disk_memory=parse_bytes(disk))) is not None
+    gpu = parse_bytes(next(words).removeprefix("gpu_memory: "))
+    assert adviser.try_ask(replace(question, gpu_memory=gpu)) is not None
+    assert adviser.try_ask(replace(question, gpu_memory=gpu - 3 * 2**30)) is None
+    assert next(words) == "a GPU of 32.00 GiB, such as RTX 5090"
+    assert not list(words)
 
 
 def test_less_memory_for_checkpoints_may_be_all_that_is_missing() -> None:
@@ -203,9 +217,9 @@ def test_a_mixture_is_told_what_streaming_costs_it() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--gpu", "GTX 1080"], "no such GPU here"),
-        (["--gpu", "8x H100"], "no such GPU here"),
-        (["--gpu", "H100,RTX-4090"], "no such GPU here"),
+        (["--gpu", "GTX 1080"], "no GPU of that name is known"),
+        (["--gpu", "8x H100"], "no GPU of that name is known"),
+        (["--gpu", "H100,RTX-4090"], "no GPU of that name is known"),
         (["--gpu", "H100", "--gpu-memory", "lots"], "not a size"),
         (["--gpu", "H100", "--host-memory", "12 elephants"], "not a size"),
         ([], "name one with --gpu"),

@@ -24,6 +24,10 @@ from megatrain.hardware import GPUS, find_gpu
         ("NVIDIA L40", None),
         ("GeForce GTX 1080", None),
         ("A100", None),
+        ("4090", "RTX 4090"),
+        ("a6000", "RTX A6000"),
+        ("6000", None),
+        ("PRO", None),
         ("", None),
     ],
 )

@@ -251,5 +251,5 @@ def test_a_disk_that_is_too_small_is_refused() -> None:
     assert "state of 2 blocks; a step reads" in use.in_words()
     check_disk(tier, use.nbytes, budget=use.nbytes, allowed=True)
     for allowed, found in ((True, "allowed by disk_memory"), (False, "free there")):
-        with pytest.raises(UserError, match=f"28.00 MiB in /scratch.*state of 2 blocks.*{found}"):
+        with pytest.raises(UserError, match=f"28.00 MiB on /scratch.*state of 2 blocks.*{found}"):
             check_disk(tier, use.nbytes, budget=use.nbytes - 1, allowed=allowed)

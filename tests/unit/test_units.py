@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatrain.units import UNITS, format_bytes, parse_bytes
+from megatrain.units import UNITS, format_bytes, format_enough, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,19 @@ def test_what_is_no_size(text: str) -> None:
 )
 def test_sizes_are_printed_in_the_largest_unit(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (3 * 2**30, "3.00 GiB"),
+        (3 * 2**30 + 1, "3.01 GiB"),
+        (2**40 - 1, "1024.00 GiB"),
+        (2**40 + 1, "1.01 TiB"),
+    ],
+)
+def test_a_size_that_is_to_be_given_is_rounded_up(nbytes: int, text: str) -> None:
+    assert format_enough(nbytes) == text
+    assert parse_bytes(text) >= nbytes

@@ -28,7 +28,7 @@ from megatrain.planner import DiskUse, Offload, PlacementRule, read_offload
 from megatrain.planner.answer import Answer, HostTooSmallError, answer
 from megatrain.planner.estimate import estimate_footprint, in_stages
 from megatrain.preflight import find_gguf
-from megatrain.units import format_bytes
+from megatrain.units import format_enough
 
 BETTER = 1.05
 """A change is worth telling from here on."""
@@ -219,12 +219,12 @@ class Adviser:
         """The smallest changes that would make it fit, one of a kind."""
         least = self.least_host_memory(question)
         if least is not None:
-            yield f"host memory of {format_bytes(least)}"
+            yield f"host memory of {format_enough(least)}"
         fits = False
         on_disk = self._with_any_disk(question)
         if on_disk is not None:
             fits = True
-            yield f"a disk of {format_bytes(on_disk.nbytes)} for layers (disk_path, --disk-memory)"
+            yield f"a disk of {format_enough(on_disk.nbytes)} for layers (disk_path, --disk-memory)"
         placed = self.placed(question)
         kinds = partial(
             smaller_kinds,
@@ -242,7 +242,7 @@ class Adviser:
         for kind in kinds(question):
             for words, changed in kind:
                 if (least := self.least_host_memory(changed)) is not None:
-                    yield f"{words}, with host memory of {format_bytes(least)}"
+                    yield f"{words}, with host memory of {format_enough(least)}"
                     break
 
     def _with_any_disk(self, question: Question) -> DiskUse | None:

@@ -19,7 +19,9 @@ def gpu_called(name: str) -> Gpu:
     found = None if several else find_gpu(name)
     if found is None:
         raise UserError(
-            asked=f"--gpu {name}", found="no such GPU here", change=f"use one of {', '.join(GPUS)}"
+            asked=f"--gpu {name}",
+            found="no GPU of that name is known",
+            change=f"use one of {', '.join(GPUS)}",
         )
     return found
 

@@ -55,6 +55,13 @@ def smaller_kinds(
         for n in _halves(question.length)
         if n >= SHORTEST_ROW
     )
+    if question.gpu_memory is not None:
+        eighths = (part * question.gpu.memory_bytes // 8 // 2**30 for part in range(1, 9))
+        yield (
+            (f"gpu_memory: {n}GiB", replace(question, gpu_memory=n * 2**30))
+            for n in eighths
+            if n * 2**30 > question.device_memory
+        )
     larger = [gpu for gpu in GPUS.values() if gpu.memory_bytes > question.gpu.memory_bytes]
     yield (
         (

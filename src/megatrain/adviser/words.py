@@ -11,7 +11,7 @@ from megatrain.hardware import GPUS
 from megatrain.models.parts import parts_in_words
 from megatrain.planner.answer import Answer, HostTooSmallError
 from megatrain.schedule import Lane
-from megatrain.units import format_bytes
+from megatrain.units import format_bytes, format_enough
 
 LANES = {
     Lane.COMPUTE: "the GPU's computation",
@@ -91,7 +91,7 @@ def compare(
         try:
             found = adviser.ask(asked)
         except HostTooSmallError as error:
-            say(f"{gpu.name:14} {format_bytes(error.needed):>12} more than there is")
+            say(f"{gpu.name:14} {format_enough(error.needed):>12} more than there is")
             continue
         except UserError as error:
             say(f"{gpu.name:14} does not fit: {error.found}")

@@ -11,7 +11,7 @@ from megatrain.planner.disk import DiskUse, check_disk, disk_use, tier_for, with
 from megatrain.planner.fit import MemoryNeed, memory_need
 from megatrain.planner.placement import Placement, PlacementRule
 from megatrain.schedule import Lane, occupancy
-from megatrain.units import format_bytes
+from megatrain.units import format_bytes, format_enough
 
 ON_PAPER = Path("the disk")
 """Nothing is written: a machine that is not here has no path."""
@@ -183,6 +183,6 @@ class HostTooSmallError(NoRoomError):
         self.needed = needed
         super().__init__(
             asked=f"host memory {format_bytes(budget)}",
-            found=f"{format_bytes(needed)} needed beside what the GPU holds",
+            found=f"{format_enough(needed)} needed beside what the GPU holds",
             change="see below",
         )

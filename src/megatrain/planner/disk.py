@@ -12,7 +12,7 @@ from megatrain.memory import DiskTier
 from megatrain.planner.fit import memory_need
 from megatrain.planner.placement import PlacementRule
 from megatrain.schedule import StepPlan, build_step, disk_traffic
-from megatrain.units import format_bytes
+from megatrain.units import format_bytes, format_enough
 
 
 def blocks_on_disk(
@@ -164,7 +164,7 @@ def check_disk(tier: DiskTier, nbytes: int, *, budget: int, allowed: bool) -> No
     """
     if nbytes > budget:
         raise NoRoomError(
-            asked=f"{format_bytes(nbytes)} in {tier.path}, for the state of"
+            asked=f"{format_enough(nbytes)} on {tier.path}, for the state of"
             f" {len(tier.blocks)} blocks that host memory has no room for",
             found=f"{format_bytes(budget)} {'allowed by disk_memory' if allowed else 'free there'}",
             change="make room, raise disk_memory or host_memory, or choose another disk_path",

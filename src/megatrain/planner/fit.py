@@ -11,7 +11,7 @@ from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.memory import HostSlab
 from megatrain.planner.host import host_memory
 from megatrain.schedule import StepPlan, slot_sizes
-from megatrain.units import format_bytes
+from megatrain.units import format_bytes, format_enough
 
 PROCESS_BYTES = 2_000_000_000
 """Python, torch, transformers, a tokenizer, CUDA and what is compiled: 2.0 to 2.4 GB on an H200 (a
@@ -93,7 +93,7 @@ def check_fits(
     """
     if device_free is not None and need.device_slots > device_free:
         raise NoRoomError(
-            asked=f"{to} with {format_bytes(need.device_slots)} of slots on the GPU, before"
+            asked=f"{to} with {format_enough(need.device_slots)} of slots on the GPU, before"
             " activations",
             found=f"{format_bytes(device_free)} free there",
             change="free GPU memory, or choose a model with smaller layers, embedding or head",
@@ -108,7 +108,7 @@ def check_fits(
     source = free.in_words() if budget is None else "is allowed by host_memory"
     pool = "give checkpoint_memory less, " if need.host.get("checkpoint") else ""
     raise NoRoomError(
-        asked=f"{to} with {format_bytes(total)} of host memory ({need.table()}{slots})",
+        asked=f"{to} with {format_enough(total)} of host memory ({need.table()}{slots})",
         found=f"{format_bytes(have)} {source}",
         change="choose a smaller model, or free memory"
         if not need.host.get("gradient")

@@ -27,7 +27,7 @@ from megatrain.schedule import (
     simulate,
     slot_sizes,
 )
-from megatrain.units import format_bytes
+from megatrain.units import format_bytes, format_enough
 
 NONE: frozenset[int] = frozenset()
 SPILL_PRICE = 1.02
@@ -136,8 +136,9 @@ class PlacementRule:
 
     def _refuse(self, placement: Placement) -> NoReturn:
         raise NoRoomError(
-            asked=f"train within {format_bytes(self.budget)} of GPU memory",
-            found=f"{format_bytes(placement.device_bytes)} needed with the state of"
+            asked=f"train within {format_bytes(self.budget)} of GPU memory, beside what is left to"
+            " CUDA and to gaps",
+            found=f"{format_enough(placement.device_bytes)} needed with the state of"
             f" {len(placement.resident)} blocks there: {format_bytes(self._slots(self.plan))}"
             f" of slots, {format_bytes(self.footprint.workspace_bytes)} of workspace, and"
             f" activations of {self.plan.num_micro} micro-batches",
