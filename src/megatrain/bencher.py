@@ -140,6 +140,7 @@ def run_bench(options: BenchOptions, say: Callable[[str], None]) -> dict[str, An
     row = _figures(options, model, plan, seconds, results, spans, meter)
     if options.trace is not None:
         write_trace(options.trace, spans, [block.name for block in model.blocks])
+        say(f"trace of one more step: {options.trace} (https://ui.perfetto.dev opens it)")
     engine.close()
     store.close()
     return row
@@ -261,7 +262,8 @@ def _steps(
         for notice in engine.take_notices():
             say(notice)
         if not last:
-            say(f"step {step + 1}: loss {result.loss:.4f}, {elapsed:.3f} s")
+            counts = "" if step >= options.warmup_steps else " (warm-up)"
+            say(f"step {step + 1}: loss {result.loss:.4f}, {elapsed:.3f} s{counts}")
         if options.warmup_steps <= step and not last:
             seconds.append(elapsed)
             results.append(result)
@@ -305,7 +307,7 @@ def _figures(
         "seconds_per_step_p50": round(p50, 4),
         "seconds_per_step_p80": round(p80, 4),
         "tokens_per_second": round(tokens / p50, 1),
-        "tflops_6n": None if flops is None else round(flops * tokens / p50 / 1e12, 1),
+        "tflops_6n": None if flops is None else float(f"{flops * tokens / p50 / 1e12:.4g}"),
         "lanes_busy": {lane.value: round(share, 4) for lane, share in busy.items()},
         "busiest_lane_s": round(max(lanes_s.values()), 4),
         "compiled_seconds": round(plan.programs.compiler.seconds, 1)
@@ -356,7 +358,7 @@ def table(row: dict[str, Any]) -> str:
         f"{row['tokens_per_second']:,.0f} tokens/s"
     )
     if row["tflops_6n"] is not None:
-        text += f", {row['tflops_6n']} TFLOPS at 6N"
+        text += f", {row['tflops_6n']:.3g} TFLOPS at 6N"
     if "mfu_6n" in row:
         text += f", {row['mfu_6n']:.0%} of what a matrix product reaches"
     text += "\nlanes busy: " + ", ".join(f"{k} {v:.0%}" for k, v in row["lanes_busy"].items())

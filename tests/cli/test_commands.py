@@ -138,7 +138,13 @@ def test_bench_measures_a_shape_without_weights(workspace: Path) -> None:
     arguments += ["--steps", "2", "--warmup-steps", "1", "--trace", "t.json", "--output", "o.jsonl"]
     output = run("bench", *arguments, "--offload", "{saved: [0]}").stdout
     assert "as asked for in offload: saved: [0]" in output
-    assert re.search(r"s a step \(p20 .*\n.*tokens/s.*\nlanes busy: h2d", output)
+    assert re.findall(r"^step (\d): .* s( \(warm-up\))?$", output, re.MULTILINE) == [
+        ("1", " (warm-up)"),
+        ("2", ""),
+        ("3", ""),
+    ]
+    assert "trace of one more step: t.json" in output
+    assert re.search(r"s a step \(p20 .*\n.*tokens/s, (?!0 ).* at 6N.*\nlanes busy: h2d", output)
     (row,) = map(json.loads, Path("o.jsonl").read_text().splitlines())
     assert row["tokens_per_second"] == pytest.approx(32 / row["seconds_per_step_p50"], rel=1e-2)
     assert row["busiest_lane_s"] > 0 and row["host_bytes"]["weight"] > 0

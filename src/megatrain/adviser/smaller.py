@@ -43,15 +43,15 @@ def smaller_kinds(
         yield ((f"micro_batch_tokens: {n}", question.with_micro_tokens(n)) for n in _halves(tokens))
     else:
         yield (
-            (f"micro rows: {n}", replace(question, micro_rows=n))
+            (f"--micro-rows {n}", replace(question, micro_rows=n))
             for n in _halves(question.micro_rows)
         )
     yield (
-        (f"rows: {n}", replace(question, rows=n, micro_rows=min(n, question.micro_rows)))
+        (f"--rows {n}", replace(question, rows=n, micro_rows=min(n, question.micro_rows)))
         for n in _halves(question.rows)
     )
     yield (
-        (f"length: {n}", replace(question, length=n))
+        (f"--length {n}", replace(question, length=n))
         for n in _halves(question.length)
         if n >= SHORTEST_ROW
     )
