@@ -138,7 +138,7 @@ def test_less_memory_for_checkpoints_may_be_all_that_is_missing() -> None:
     question = replace(question, host_memory=least + 300 * 2**20)
     assert adviser.try_ask(question) is None
     found = [words for words in adviser.smaller(question) if "checkpoint_memory" in words]
-    assert found == ["checkpoint_memory: 256MiB (training waits longer)"]
+    assert found == ["checkpoint_memory: 256MiB (of a config; training waits longer)"]
     assert adviser.try_ask(question.with_checkpoint_memory(2**28)) is not None
     assert adviser.try_ask(question.with_checkpoint_memory(2**29)) is None
 

@@ -25,7 +25,8 @@ def smaller_kinds(
     """
     yield (
         (
-            f"checkpoint_memory: {format_bytes(n).replace('.00 ', '')} (training waits longer)",
+            f"checkpoint_memory: {format_bytes(n).replace('.00 ', '')}"
+            " (of a config; training waits longer)",
             question.with_checkpoint_memory(n),
         )
         for n in _halves(2 ** pool.bit_length())
