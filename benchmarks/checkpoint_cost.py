@@ -5,9 +5,9 @@
 Trains a shape with random weights on random text, with asynchronous checkpoints, then goes on from
 the last one in a process of its own (`--no-resume`: not that).  Appends one JSON line to
 benchmarks/results/checkpoint_cost.jsonl: for each checkpoint its bytes and seconds, for how long
-training waited and for how long it was expected to; tokens a second; private memory and files of
-this process before the steps, and the peak of its private memory during saves and while a
-checkpoint is loaded.
+training waited and for how long it was expected to; seconds until all is checked (of a checkpoint
+every digest) and until it is loaded; tokens a second; private memory and files of this process
+before the steps, and the peak of its private memory during saves and while a checkpoint is loaded.
 """
 
 import argparse
@@ -105,7 +105,9 @@ def train(keys: dict[str, Any], save_once: int | None = None) -> dict[str, Any]:
             control.should_save = control.should_save or state.global_step == save_once
 
     memory, seen = PrivateMemory(), dict[str, Any]()
+    began = time.perf_counter()
     trainer = Trainer(make_config(keys)[0], callbacks=[SaveOnce])
+    seen["prepare_s"] = time.perf_counter() - began  # data and model; of a checkpoint every digest
     load, steps = trainer._load_weights, Loop.steps
 
     def measured_load(*parts: Any) -> Any:

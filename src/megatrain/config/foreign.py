@@ -186,7 +186,9 @@ _refused("torch_compile_backend", "inductor in its default mode is what is used"
 _refused("torch_compile_mode", "inductor in its default mode is what is used", "default")
 _refused("liger_kernel_config", "liger-kernel is not used")
 _refused("torch_empty_cache_steps", "device buffers are allocated once")
-_refused("auto_find_batch_size", "micro_batch_tokens: auto does it, and changes no result", 0)
+_refused(
+    "auto_find_batch_size", "micro_batch_tokens: auto does it; only the order of sums changes", 0
+)
 _refused("log_level", "messages are not graded", "passive", "info")
 _refused("log_level_replica", "there is one process", "warning")
 _refused(
