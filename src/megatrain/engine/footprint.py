@@ -134,8 +134,8 @@ def measure_footprint(
     rows, length = shape
     batch = make_micro_batch([_row(model, length)] * rows, 0, device)
     with attention_choice(device):
-        rates = run_rates(device, host_threads=options.host_threads)
         try:
+            rates = run_rates(device, host_threads=options.host_threads)
             _one_pass(compute, batch, rates)
             found = _one_pass(compute, batch, rates)
         except torch.OutOfMemoryError as error:
