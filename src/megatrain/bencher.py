@@ -9,7 +9,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,7 @@ def _figures(
         if plan.programs.compiler
         else None,
         "predicted_seconds": None if placement is None else round(placement.seconds, 4),
+        "rates": None if plan.rates is None else asdict(plan.rates),
         "spilled_layers": len(plan.options.spill.blocks) if plan.options.spill else 0,
         "predicted_device_bytes": None if placement is None else placement.device_bytes,
         "host_bytes": plan.need.host,

@@ -36,7 +36,7 @@ from megatrain.planner import (
     tier_for,
     with_disk,
 )
-from megatrain.schedule import Footprint, StepPlan, slot_sizes
+from megatrain.schedule import Footprint, Rates, StepPlan, slot_sizes
 from megatrain.units import format_bytes
 
 WAITING_GRADIENT_SLOTS = 6
@@ -84,6 +84,8 @@ class RunPlan:
     need: MemoryNeed
     placement: Placement | None
     """None on the CPU, where everything is in one memory."""
+    rates: Rates | None = None
+    """Of the machine, with which it was placed; None on the CPU."""
     disk: DiskUse | None = None
     """None if nothing lives there."""
     notices: tuple[str | None, ...] = ()
@@ -253,6 +255,7 @@ def plan_run(
         programs=programs,
         need=need,
         placement=placement,
+        rates=rule.footprint.rates,
         disk=disk,
         asked=budgets.offload.words,
         notices=(more_than_there_is(need.host_total), stored_calibration().words),
