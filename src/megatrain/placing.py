@@ -217,8 +217,7 @@ def plan_run(
         options: of the engine.
         device: where blocks are computed.
         loss: of the run.
-        num_rows: of a step.
-        longest: tokens of the longest row.
+        num_rows, longest: of a step; tokens of its longest row.
         budgets: of the process.
         place: auto; host: nothing stays on the GPU; device: all state does.
 
