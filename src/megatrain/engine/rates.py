@@ -1,5 +1,6 @@
 """What this machine's buses and memories move in a second, measured in a second or two."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,9 @@ BESIDE_OTHERS = 0.95
 alone on 16 threads in a benchmark's own buffers: 4.46 in runs of a 7B model, which is all of it;
 3.3 to 3.9 in runs of 3B with inputs of layers spilled, when the bus was busier.  Nearer to the
 first, as runs that wait for updates are those of large models."""
-UPDATES = 5
+UPDATES_S = 0.5
+"""For so long updates are timed, the second half counts.  A trial of 35 ms on the H200's machine found
+2.4 to 4.6 Gparam/s where the 16 runs after it all did 3.5 to 4.6: `docs/log.md`."""
 COPY_BYTES = 2**26
 COPIES = 32
 DISK_BYTES = 2**28
@@ -138,12 +141,13 @@ def _update_rate(updater: Updater) -> float:
         step=1,
         gradient_scale=1.0,
     )
-    times = []
-    for _ in range(UPDATES):
+    times: list[float] = []
+    updater(buffers, hyper)  # compiles and starts threads
+    while not times or sum(times) < UPDATES_S:
         began = time.perf_counter()
         updater(buffers, hyper)
         times.append(time.perf_counter() - began)
-    return UPDATE_SAMPLE / min(times)  # the first one compiles and starts threads
+    return UPDATE_SAMPLE / statistics.median(times[len(times) // 2 :])
 
 
 def _update_sample(size: int) -> SegmentBuffers:
