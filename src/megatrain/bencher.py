@@ -46,7 +46,7 @@ from megatrain.placing import (
     parts_that_fit,
     plan_run,
 )
-from megatrain.planner import read_offload
+from megatrain.planner import Placement, read_offload
 from megatrain.schedule import Span, StepPlan, occupancy
 from megatrain.versions import library_versions
 
@@ -287,12 +287,11 @@ def _figures(
     busy = occupancy(spans)
     whole = max(span.end_s for span in spans) - min(span.start_s for span in spans)
     lanes_s = {lane.value: share * whole for lane, share in busy.items()}
-    placement = plan.placement
     row: dict[str, Any] = {
         "what": "bench",
         "model": Path(options.model).name,
         "parameters": model.num_params,
-        "layers": len(model.blocks) - 2,
+        "layers": model.num_layers,
         "rows": options.rows,
         "length": options.length,
         "micro_rows": options.micro_rows,
@@ -301,8 +300,7 @@ def _figures(
         "place": options.place,
         "expert_parts": most_parts(model),
         "gpu_memory": options.gpu_memory,
-        "resident_blocks": 0 if placement is None else len(placement.resident),
-        "saved_layers": 0 if placement is None else len(placement.saved),
+        **_placed(plan.placement),
         "seconds_per_step_p20": round(p20, 4),
         "seconds_per_step_p50": round(p50, 4),
         "seconds_per_step_p80": round(p80, 4),
@@ -313,10 +311,7 @@ def _figures(
         "compiled_seconds": round(plan.programs.compiler.seconds, 1)
         if plan.programs.compiler
         else None,
-        "predicted_seconds": None if placement is None else round(placement.seconds, 4),
         "rates": None if plan.rates is None else asdict(plan.rates),
-        "spilled_layers": len(plan.options.spill.blocks) if plan.options.spill else 0,
-        "predicted_device_bytes": None if placement is None else placement.device_bytes,
         "host_bytes": plan.need.host,
         "disk": None if plan.disk is None else plan.disk.figures(),
         **_held_by_process(),
@@ -331,6 +326,20 @@ def _figures(
         "machine": meter.name or platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "transformers": library_versions()["transformers"],
+    }
+
+
+def _placed(placement: Placement | None) -> dict[str, Any]:
+    """What was placed, and predicted of it; None: on the CPU."""
+    if placement is None:
+        return {}
+    return {
+        "resident_blocks": len(placement.resident),
+        "saved_layers": len(placement.saved),
+        "spilled_layers": len(placement.spill.blocks) if placement.spill else 0,
+        "put_off_updates": len(placement.put_off),
+        "predicted_seconds": round(placement.seconds, 4),
+        "predicted_device_bytes": placement.device_bytes,
     }
 
 

@@ -242,7 +242,7 @@ def plan_run(
         model, options, footprint, num_micro=num_micro, device_limit=limit, budgets=budgets
     )
     placement = rule.place() if place == "auto" else rule.fixed(on_device=place == "device")
-    options = replace(options, saved=placement.saved, spill=placement.spill)
+    options = replace(options, **placement.for_engine)
     plan, disk = _with_disk(model, options, rule.laid_out(placement), budgets, has_gpu=True)
     if disk is not None:
         rule = with_disk(rule, disk)
@@ -338,13 +338,14 @@ def placement_rule(
         device_limit: bytes for tensors on the device.
         budgets: of the process.
     """
+    beside = checkpoint_purposes(model, budgets.checkpoint, on_disk=False)
     return PlacementRule(
         layouts=[block.layout for block in model.blocks],
         plan=replace(step_plan(model, options), num_micro=num_micro),
         gradient_dtype=check_options(model, options),
         footprint=footprint,
         budget=int(device_limit * (1 - FRAGMENTED)),
-        host_budget=(budgets.host or available_host_bytes()) - budgets.checkpoint,
+        host_budget=(budgets.host or available_host_bytes()) - sum(beside.values()),
         offload=budgets.offload,
     )
 

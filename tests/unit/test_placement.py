@@ -22,6 +22,7 @@ from megatrain.planner.offload import Offload
 from megatrain.schedule import Footprint, Rates, StepPlan
 
 LAYERS, HEAD = 8, 9
+NONE: frozenset[int] = frozenset()
 
 
 def block(name: str, numel: int) -> BlockLayout:
@@ -253,3 +254,42 @@ def test_a_disk_that_is_too_small_is_refused() -> None:
     for allowed, found in ((True, "allowed by disk_memory"), (False, "free there")):
         with pytest.raises(UserError, match=f"28.00 MiB on /scratch.*state of 2 blocks.*{found}"):
             check_disk(tier, use.nbytes, budget=use.nbytes - 1, allowed=allowed)
+
+
+def without_clipping(update_s: float, *, host_budget: int = 2**40) -> PlacementRule:
+    """All that a layer's update takes so long; its forward takes 2 s, its backward 6."""
+    rates = replace(COSTS.rates, update_params_per_s=2**20 / update_s)
+    asked = rule(2**40, clip=False, host_budget=host_budget)
+    return replace(asked, footprint=replace(COSTS, rates=rates))
+
+
+@pytest.mark.parametrize("update_s", [7.0, 8.0, 10.0, 14.0, 30.0])
+def test_what_the_host_has_no_time_for_is_put_off_nearly_as_well_as_can_be(update_s: float) -> None:
+    asked = without_clipping(update_s)
+    streamed = asked.fixed(on_device=False)
+    blocks = range(LAYERS + 2)
+    sets = [frozenset(b for b in blocks if bits >> b & 1) for bits in range(2 ** len(blocks))]
+    seconds = [asked._timed(replace(streamed, put_off=each)).seconds for each in sets]
+    assert streamed.put_off and streamed.seconds < 0.97 * seconds[0]
+    assert streamed.seconds < 1.05 * min(seconds)
+
+
+def test_nothing_is_put_off_where_that_gains_nothing_or_the_norm_is_waited_for() -> None:
+    assert not without_clipping(2.0).fixed(on_device=False).put_off
+    clipping = replace(without_clipping(14.0), plan=PLAN)
+    assert not clipping.fixed(on_device=False).put_off
+    on_device = without_clipping(14.0).fixed(on_device=True)
+    assert not on_device.put_off
+
+
+def test_gradients_that_are_put_off_take_what_the_host_has_to_spare() -> None:
+    free = without_clipping(14.0)
+    wanted = free.fixed(on_device=False)
+    at_once, whole = (free._host_bytes(replace(wanted, put_off=p)) for p in (NONE, wanted.put_off))
+    assert whole > at_once
+    for budget in range(at_once, int(1.06 * whole), 2**21):
+        asked = without_clipping(14.0, host_budget=budget)
+        placement = asked.fixed(on_device=False)
+        assert placement.put_off <= wanted.put_off
+        assert not placement.put_off or asked._host_bytes(placement) <= 0.95 * budget
+    assert placement.put_off == wanted.put_off

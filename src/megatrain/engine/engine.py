@@ -2,7 +2,8 @@
 
 Promise: for a fixed split into micro-batches the result does not depend on lanes, slots or on
 where a block lives, bit for bit (on CUDA with deterministic kernels).  With clipping the update
-of step k runs at the start of step k+1, ahead of each block's fetch; `flush()` does it earlier.
+of step k runs at the start of step k+1, ahead of each block's fetch; without, so does that of
+blocks that are put off.  `flush()` does it earlier.
 """
 
 import math
@@ -136,7 +137,7 @@ class Engine:
             adamw=options.adamw,
             host_updater=host_updater(options.host_threads),
             device_updater=device_update if device.type == "cuda" else reference_update,
-            clip=self.plan.clip,
+            plan=self.plan,
         )
         if device.type == "cuda":
             # The slots are cleared on a stream that no lane waits for.
@@ -161,18 +162,13 @@ class Engine:
                 change="give rows with a completion or an assistant turn",
             )
         plan = replace(self.plan, num_micro=len(batches), pending=self._pending is not None)
-        # Without clipping a block is updated within its own step, with its own rate.
-        update = (
-            self._pending
-            if plan.clip
-            else PendingUpdate(learning_rate=learning_rate, gradient_scale=1.0)
-        )
         state = StepState(
             step=self.steps_done,
             micro_batches=batches,
             total_weight=weight,
             training=True,
-            update=update,
+            update=PendingUpdate(learning_rate=learning_rate, gradient_scale=1.0),
+            pending=self._pending,
             before_update=self.before_update,
             lengths=self._routers.lengths(rows, batches) if watch_routers else (),
         )
@@ -192,14 +188,17 @@ class Engine:
         assert state.home_loss_sum is not None
         finite = all(map(math.isfinite, squares))
         norm = math.sqrt(math.fsum(squares)) if finite else math.nan
-        skipped, clipped = not state.loss_is_finite, False
+        skipped, scale = not state.loss_is_finite, 1.0
         if self.plan.clip:
             skipped = skipped or not math.isfinite(norm)
-            if not skipped:
-                # torch.nn.utils.clip_grad_norm_, with its 1e-6
-                scale = min(1.0, self.options.max_grad_norm / (norm + 1e-6))
-                clipped = scale < 1.0
-                self._pending = PendingUpdate(learning_rate=learning_rate, gradient_scale=scale)
+            # torch.nn.utils.clip_grad_norm_, with its 1e-6
+            scale = 1.0 if skipped else min(1.0, self.options.max_grad_norm / (norm + 1e-6))
+        if not skipped and (self.plan.clip or self.plan.put_off):
+            self._pending = PendingUpdate(
+                learning_rate=learning_rate,
+                gradient_scale=scale,
+                left_out=frozenset(state.nonfinite_blocks),
+            )
         self.skipped_steps += skipped
         names = tuple(self.model.blocks[block].name for block in state.nonfinite_blocks)
         if names and not skipped and not self.options.allow_nonfinite_blocks:
@@ -210,7 +209,7 @@ class Engine:
         return StepResult(
             loss=float(state.home_loss_sum) / state.total_weight,
             grad_norm=norm,
-            clipped=clipped,
+            clipped=scale < 1.0,
             skipped=skipped,
             nonfinite_blocks=names,
             supervised_weight=state.total_weight,
@@ -234,7 +233,7 @@ class Engine:
             micro_batches=(),
             total_weight=1.0,
             training=True,
-            update=self._pending,
+            pending=self._pending,
             before_update=self.before_update,
             updated=self._updated,
         )
@@ -278,7 +277,6 @@ class Engine:
             micro_batches=batches,
             total_weight=1.0,
             training=False,
-            update=None,
             targets=targets,
         )
         self.model.train(False)
@@ -329,7 +327,7 @@ class Engine:
 
     def _is_whole(self, state: StepState) -> bool:
         """Whether what has stopped left no update half-way, and has begun none of its own step."""
-        return state.updating == state.updated and (self.plan.clip or not state.updating)
+        return state.updating == state.updated and all(map(self.plan.defers, state.updating))
 
     def _handle(self, state: StepState, op: Op) -> None:
         """One operation, whatever autocast or gradient mode the caller of the engine is in."""

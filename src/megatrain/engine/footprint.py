@@ -170,7 +170,6 @@ def _one_pass(compute: BlockCompute, batch: MicroBatch, rates: Rates) -> Footpri
         micro_batches=[batch],
         total_weight=float(batch.ids_BT.numel()),
         training=True,
-        update=None,
     )
 
     def op(kind: OpKind, block: int) -> Op:

@@ -48,6 +48,8 @@ class EngineOptions:
     """Layers (by block number) that keep what backward needs instead of being recomputed."""
     spill: Spill | None = None
     """Inputs that wait for backward on the host."""
+    put_off: frozenset[int] = frozenset()
+    """Without clipping: blocks whose updates run beside the next forward."""
     always_with_graph: bool = False
     """Whether a layer is saved or not then changes no bit; recomputing becomes slower."""
     host_threads: int | None = None
@@ -89,6 +91,7 @@ def step_plan(
         on_disk=on_disk,
         saved=options.saved,
         spill=options.spill,
+        put_off=options.put_off,
         layer_weight_slots=options.layer_weight_slots,
         layer_gradient_slots=options.layer_gradient_slots,
         waiting_gradient_slots=options.waiting_gradient_slots,

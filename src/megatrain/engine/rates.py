@@ -23,8 +23,8 @@ alone on 16 threads in a benchmark's own buffers: 4.46 in runs of a 7B model, wh
 3.3 to 3.9 in runs of 3B with inputs of layers spilled, when the bus was busier.  Nearer to the
 first, as runs that wait for updates are those of large models."""
 UPDATES_S = 0.5
-"""For so long updates are timed, the second half counts.  A trial of 35 ms on the H200's machine found
-2.4 to 4.6 Gparam/s where the 16 runs after it all did 3.5 to 4.6: `docs/log.md`."""
+"""For so long updates are timed, the second half counts: 35 ms on the H200's machine found 2.4 to
+4.6 Gparam/s where 14 runs behind them did 4.2 to 4.6, and two 2.9 and 3.6 (docs/log.md)."""
 COPY_BYTES = 2**26
 COPIES = 32
 DISK_BYTES = 2**28

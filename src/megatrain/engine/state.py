@@ -39,6 +39,8 @@ class PendingUpdate:
 
     learning_rate: float
     gradient_scale: float
+    left_out: frozenset[int] = frozenset()
+    """Blocks whose gradient was not finite."""
 
 
 @dataclass(kw_only=True)
@@ -50,8 +52,10 @@ class StepState:
     total_weight: float
     """Sum of loss weights over the step's rows: the loss divides by it."""
     training: bool
-    update: PendingUpdate | None
-    """For UPDATE operations of this list."""
+    update: PendingUpdate | None = None
+    """Of blocks that are updated as soon as their gradient is there."""
+    pending: PendingUpdate | None = None
+    """Of blocks whose update was deferred by the step before."""
     before_update: Callable[[int], None] | None = None
     """Called with a block that is about to be overwritten; returns when it may be."""
     targets: Sequence[tuple[Tensor, Tensor]] = ()

@@ -15,7 +15,7 @@ from megatrain.engine.views import BlockViews
 from megatrain.layout import STATE, BlockLayout, Purpose
 from megatrain.memory import BlockStore, DiskBlocks, segment_views
 from megatrain.optim import AdamWHyper, SegmentBuffers, Updater
-from megatrain.schedule import MOVED, Op, OpKind, Space
+from megatrain.schedule import MOVED, Op, OpKind, Space, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Worker:
     adamw: AdamWOptions
     host_updater: Updater
     device_updater: Updater
-    clip: bool
+    plan: StepPlan
 
     def handle(self, state: StepState, op: Op) -> None:
         """Run one operation on the calling thread and its current stream."""
@@ -146,13 +146,16 @@ class Worker:
 
     def _updates(self, state: StepState, block: int) -> bool:
         """Without clipping what is not finite updates nothing."""
-        return self.clip or (state.loss_is_finite and block not in state.nonfinite_blocks)
+        if self.plan.defers(block):
+            return state.pending is not None and block not in state.pending.left_out
+        return state.loss_is_finite and block not in state.nonfinite_blocks
 
     def _update(self, state: StepState, op: Op) -> None:
-        assert state.update is not None
         block = op.block
         if not self._updates(state, block) or block in state.updated:
             return
+        update = state.pending if self.plan.defers(block) else state.update
+        assert update is not None
         if state.before_update is not None and block not in self.store.on_disk:
             state.before_update(block)
         state.updating.add(block)
@@ -175,7 +178,7 @@ class Worker:
                     exp_avg_sq=buffers[Purpose.EXP_AVG_SQ][index],
                     gradient=gradient,
                 ),
-                self._hyper(state.update, block, layout.segments[index].decayed),
+                self._hyper(update, block, layout.segments[index].decayed),
             )
         if block not in self.store.on_disk:
             state.updated.add(block)

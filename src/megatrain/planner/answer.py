@@ -79,6 +79,7 @@ class Answer:
             "resident_blocks": sorted(self.placement.resident),
             "saved_layers": sorted(self.placement.saved),
             "spilled_layers": sorted(self.placement.spill.blocks) if self.placement.spill else [],
+            "put_off_updates": sorted(self.placement.put_off),
             "disk": disk,
         } | (times if self.time_known else dict.fromkeys(times))
 
@@ -109,7 +110,7 @@ def answer(
         tokens: of a step.
         model_flops: of a step.
         beside: bytes of the host that checkpoints take, by purpose, given whether any state is on
-            the disk; the rule's budget leaves out those of the purpose checkpoint.
+            the disk; the rule's budget leaves out those without a disk.
         checkpoint_bytes: of one on the disk.
         room: on a disk, for what the host cannot hold.
 
@@ -125,7 +126,7 @@ def answer(
     need = memory_need(rule.layouts, rule.laid_out(placement), gradient_dtype=rule.gradient_dtype)
     of_checkpoints = beside(disk is not None)
     need = replace(need, host=need.host | of_checkpoints)
-    budget = rule.host_budget + of_checkpoints["checkpoint"]
+    budget = rule.host_budget + sum(beside(False).values())
     if need.host_total > budget:
         raise HostTooSmallError(need.host_total, budget)
     return Answer(

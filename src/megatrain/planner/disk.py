@@ -104,7 +104,7 @@ def disk_use(
         gradient_dtype: dtype of a rounded gradient.
         rates: bytes read and written in a second, both at once; None: not known.
     """
-    plan = replace(plan, pending=plan.clip)
+    plan = replace(plan, pending=True)
     read, written = disk_traffic(build_step(plan), layouts, plan, gradient_dtype)
     return DiskUse(
         tier=tier,

@@ -4,20 +4,21 @@ Tried are: state of the first blocks (with clipping their updates delay the next
 they have no backward left to hide behind), every number of them, with or without the head's; beside
 it saved activations of as many of the first layers as fit; inputs of layers on the device or on the
 host, so that their place holds state.  The best by a rough estimate are simulated; the fastest is
-taken.
+taken.  Without clipping some updates may run beside the next forward, if the host has room for
+their gradients till then.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatrain.errors import NoRoomError
 from megatrain.layout import STATE, BlockLayout
 from megatrain.planner.durations import Durations
 from megatrain.planner.fit import memory_need
 from megatrain.planner.offload import NOTHING_ASKED, Offload
-from megatrain.planner.rough import rough_seconds
+from megatrain.planner.rough import rough_seconds, updates_to_put_off
 from megatrain.schedule import (
     Footprint,
     Span,
@@ -33,6 +34,10 @@ NONE: frozenset[int] = frozenset()
 SPILL_PRICE = 1.02
 SIMULATED = 24
 """Placements, the best by the rough estimate, whose steps are simulated."""
+WORTH_PUTTING_OFF = 0.99
+"""Of a step's time without: gradients that wait longer take memory of the host."""
+FOR_OTHERS = 0.05
+"""Of the host's budget, not taken by such gradients: what is free may be less in a moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +55,18 @@ class Placement:
     """Of a step of the largest shape, simulated."""
     on_disk: frozenset[int] = NONE
     """Blocks whose state lives on the disk."""
+    put_off: frozenset[int] = NONE
+    """Without clipping: blocks whose updates run beside the next forward."""
 
     @property
     def device_bytes(self) -> int:
         """All of them."""
         return sum(self.device.values())
+
+    @property
+    def for_engine(self) -> dict[str, Any]:
+        """What of it is in the engine's options."""
+        return {"saved": self.saved, "spill": self.spill, "put_off": self.put_off}
 
     def in_words(self) -> str:
         """One line for a person."""
@@ -62,6 +74,7 @@ class Placement:
             f"GPU memory {format_bytes(self.device_bytes)}: state of {len(self.resident)} blocks,"
             f" activations of {len(self.saved)} layers"
             + ("" if self.spill is None else f"; inputs of {len(self.spill.blocks)} on the host")
+            + (f"; {len(self.put_off)} updates in the next forward" if self.put_off else "")
             + f"; a step should take about {self.seconds:.3g} s"
         )
 
@@ -110,12 +123,33 @@ class PlacementRule:
         return min(map(self.simulated, candidates[:SIMULATED]), key=_priced_seconds)
 
     def simulated(self, placement: Placement) -> Placement:
-        """The same, with the time that a step's own list of operations takes."""
+        """The same, with the time that a step's own list of operations takes; updates are put off
+        where that is faster and there is room.
+        """
+        found = self._timed(placement)
+        if placement.put_off or not (put_off := self._put_off(placement)):
+            return found
+        later = self._timed(replace(placement, put_off=put_off))
+        return later if later.seconds < WORTH_PUTTING_OFF * found.seconds else found
+
+    def _timed(self, placement: Placement) -> Placement:
         return replace(placement, seconds=max(span.end_s for span in self.spans(placement)))
+
+    def _put_off(self, placement: Placement) -> frozenset[int]:
+        """As many of the first of those that are worth it as the host has room for."""
+        if self.plan.clip or placement.on_disk or self.offload.disk:
+            return NONE
+        wanted = sorted(updates_to_put_off(self.laid_out(placement), self.layouts, self.footprint))
+
+        def too_large(count: int) -> bool:
+            first = replace(placement, put_off=frozenset(wanted[:count]))
+            return self._host_bytes(first) > (1 - FOR_OTHERS) * self.host_budget
+
+        return frozenset(wanted[: bisect_left(range(1, len(wanted) + 1), True, key=too_large)])
 
     def spans(self, placement: Placement) -> list[Span]:
         """A step, simulated."""
-        plan = replace(self.laid_out(placement), pending=self.plan.clip)
+        plan = replace(self.laid_out(placement), pending=True)
         durations = Durations(
             layouts=self.layouts,
             plan=plan,
@@ -132,6 +166,7 @@ class PlacementRule:
             saved=placement.saved,
             spill=placement.spill,
             on_disk=placement.on_disk,
+            put_off=placement.put_off,
         )
 
     def _refuse(self, placement: Placement) -> NoReturn:
@@ -194,8 +229,15 @@ class PlacementRule:
             saved=saved,
             spill=spill,
             device=self._device_bytes(plan),
-            seconds=rough_seconds(plan, self.layouts, self.footprint),
+            seconds=self._rough_seconds(plan),
         )
+
+    def _rough_seconds(self, plan: StepPlan) -> float:
+        """With updates put off, if there is room."""
+        if not plan.clip:
+            put_off = updates_to_put_off(plan, self.layouts, self.footprint)
+            plan = replace(plan, put_off=put_off)
+        return rough_seconds(plan, self.layouts, self.footprint)
 
     def _device_bytes(self, plan: StepPlan) -> dict[str, int]:
         """By purpose, all at their peak at once."""

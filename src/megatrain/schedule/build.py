@@ -27,14 +27,15 @@ class _Builder:
         if not plan.trainable[block]:
             return
         resident, on_disk = block in plan.resident, block in plan.on_disk
-        state, before = _at_home(block, plan.before_update)
+        deferred = plan.defers(block)
+        state, before = _at_home(block, plan.before_update(block))
         if on_disk:
             state, before = self.ring.state(block)
         op = self.add(OpKind.UPDATE, Lane.COMPUTE if resident else Lane.HOST, block)
         op.reads[state] = before
-        op.writes[state] = ("state", block, "current" if plan.clip else "next")
+        op.writes[state] = ("state", block, "current" if deferred else "next")
         home = Slot(space=Space.HOME_GRADIENT, index=plan.home_gradient_slot(block))
-        if not plan.clip:
+        if not deferred:
             op.reads[home] = ("gradient", block)
             op.reads[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
             op.reads[Slot(space=Space.DECISION)] = ("decision",)
@@ -149,7 +150,7 @@ class _Builder:
             op.reads[Slot(space=Space.CALLS, micro=micro)] = ("calls", micro)
 
     def finish(self, block: int) -> None:
-        """Round, square, bring home and, without clipping, update."""
+        """Round, square, bring home and, unless that is deferred, update."""
         plan = self.plan
         if not plan.trainable[block]:
             return
@@ -176,7 +177,7 @@ class _Builder:
             check = self.add(OpKind.CHECK, Lane.CONTROL, block)
             check.reads[Slot(space=Space.HOME_SQUARES, index=block)] = ("squares", block)
             check.writes[Slot(space=Space.VERDICT, index=block)] = ("verdict", block)
-            if not resident:
+            if not resident and not plan.defers(block):
                 self.update(block)
 
     def update_resident(self, block: int) -> None:
@@ -211,7 +212,7 @@ def build_step(plan: StepPlan) -> list[Op]:
     """One optimizer step, layer-major: all micro-batches of a block before the next block."""
     build, micros = _Builder(plan), range(plan.num_micro)
     for block in range(plan.head + 1):
-        if plan.pending:
+        if plan.pending and plan.defers(block):
             build.update(block)
         build.fetch(block)
         if block != plan.head:
@@ -243,7 +244,7 @@ def build_step(plan: StepPlan) -> list[Op]:
 def build_flush(plan: StepPlan) -> list[Op]:
     """Only the pending updates, in forward order."""
     build = _Builder(plan)
-    for block in range(plan.head + 1):
+    for block in filter(plan.defers, range(plan.head + 1)):
         build.update(block)
     return build.ops
 
@@ -270,7 +271,7 @@ def initial_contents(plan: StepPlan) -> dict[Slot, Content]:
     """What the slots hold before the step."""
     contents: dict[Slot, Content] = {}
     for block, trainable in enumerate(plan.trainable):
-        due = plan.pending and trainable
+        due = plan.pending and trainable and plan.defers(block)
         contents[Slot(space=Space.STATE, index=block)] = (
             "state",
             block,

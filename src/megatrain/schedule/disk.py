@@ -44,7 +44,7 @@ class DiskRing:
 
     def state(self, block: int) -> tuple[Slot, Content]:
         """The same for the state as an update needs it; with clipping the gradient is with it."""
-        content: Content = ("state", block, self._plan.before_update)
+        content: Content = ("state", block, self._plan.before_update(block))
         found = self._find(block)
         if found is None or self._held[found] != content:
             op = self._add(OpKind.READ_STATE, Lane.DISK_READ, block)

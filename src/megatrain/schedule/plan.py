@@ -27,9 +27,11 @@ class StepPlan:
     trainable: tuple[bool, ...]
     """Per block, embed to head."""
     clip: bool
-    """Clipping: updates wait for the norm and run ahead of the next forward."""
+    """Clipping: all updates wait for the norm."""
+    put_off: frozenset[int] = frozenset()
+    """Without clipping: blocks whose updates the host has no time for during the backward."""
     pending: bool = False
-    """Whether updates of the previous step are still to be done."""
+    """Whether deferred updates of the previous step are still to be done."""
     tied: bool = False
     """The head uses parameters of embed."""
     resident: frozenset[int] = frozenset()
@@ -64,10 +66,13 @@ class StepPlan:
     def spilled(self) -> frozenset[int]:
         return frozenset() if self.spill is None else self.spill.blocks - self.additive
 
-    @property
-    def before_update(self) -> str:
-        """What a state is called before its update."""
-        return "due" if self.clip else "current"
+    def defers(self, block: int) -> bool:
+        """Whether the block's update runs ahead of its next forward."""
+        return self.clip or block in self.put_off - self.resident - self.on_disk
+
+    def before_update(self, block: int) -> str:
+        """What a block's state is called before its update."""
+        return "due" if self.defers(block) else "current"
 
     @property
     def num_loaded(self) -> int:
@@ -85,16 +90,14 @@ class StepPlan:
         return self._in_ring(block, self.layer_gradient_slots)
 
     def home_gradient_slot(self, block: int) -> int:
-        """With clipping every block has its own, but those on the disk share a ring on the way
-        there.  Without, there is a ring on the host and another one on the device for resident
-        blocks.
+        """Blocks whose update is deferred have their own, but for those on the disk.  The others
+        share a ring on the host (on the way to the disk too), or one on the device if resident.
         """
-        if self.clip:
-            ring = len(self.trainable) + self._in_ring(block, self.waiting_gradient_slots)
-            return ring if block in self.on_disk else block
-        resident = block in self.resident
-        slots = self.layer_gradient_slots if resident else self.waiting_gradient_slots
-        return 2 * self._in_ring(block, slots) + resident
+        if self.defers(block) and block not in self.on_disk:
+            return block
+        in_vram = block in self.resident
+        slots = self.layer_gradient_slots if in_vram else self.waiting_gradient_slots
+        return len(self.trainable) + 2 * self._in_ring(block, slots) + in_vram
 
     def _in_ring(self, block: int, slots: int) -> int:
         """The head's gradient is done before embed's begins, unless they share parameters: then
