@@ -208,7 +208,7 @@ def test_a_mixture_is_told_what_streaming_costs_it() -> None:
     assert mixture["parameters_a_token"] / mixture["parameters"] == pytest.approx(0.185, abs=5e-4)
     hiding = mixture["hiding_tokens_clipped"]
     assert hiding == pytest.approx(many["mixture"]["hiding_tokens_clipped"])
-    assert 3 < hiding / mixture["hiding_tokens_unclipped"] < 5  # a forward; three, and the loss
+    assert 3 < hiding / mixture["hiding_tokens_unclipped"] < 5  # a forward; that and its backward
     assert 0.1 < mixture["of_resident_speed"] < many["mixture"]["of_resident_speed"] <= 1
     dense = json.loads(plan(SMALL, "--gpu", "H100", "--host-memory", "64GiB", "--json").output)
     assert "mixture" not in dense

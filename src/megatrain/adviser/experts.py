@@ -1,7 +1,7 @@
 """What streaming means for a mixture of experts: little computation for each parameter.
 
 The bus and the host's updates take the same time for every step; computation grows with its tokens.
-With clipping the host updates while the next forward runs, without it while the backward does.
+With clipping the host updates while the next forward runs, without it while the backward does too.
 """
 
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class MixtureFigures:
     hiding_tokens_clipped: float
     """Of a step whose forward is as long as the host's updates of all parameters."""
     hiding_tokens_unclipped: float
-    """The same of its backward with recompute and loss."""
+    """The same of its forward and its backward with recompute."""
     of_resident_speed: float
     """Of a GPU that would hold all state and update it, with the same activations saved."""
 
@@ -53,7 +53,7 @@ def mixture_figures(adviser: Adviser, question: Question, found: Answer) -> Mixt
     rows, length, _ = adviser.micro_batches(question)
     layers, micro_tokens = model.num_layers, rows * length
     update_s = model.num_params / question.update_params_per_s
-    backward_s = layers * cost.backward_s + cost.loss_s
+    both_s = layers * (cost.forward_s + cost.backward_s)
     resident = found.placement.resident
     streamed = sum(block.layout.num_params for block in model.blocks if block.index not in resident)
     device_s = UPDATE_BYTES * streamed / cost.rates.device_bytes_per_s
@@ -62,6 +62,6 @@ def mixture_figures(adviser: Adviser, question: Question, found: Answer) -> Mixt
         parameters=model.num_params,
         parameters_a_token=active,
         hiding_tokens_clipped=micro_tokens * update_s / (layers * cost.forward_s),
-        hiding_tokens_unclipped=micro_tokens * update_s / backward_s,
+        hiding_tokens_unclipped=micro_tokens * update_s / both_s,
         of_resident_speed=min(1.0, (compute_s + device_s) / found.placement.seconds),
     )

@@ -25,6 +25,8 @@ from megatrain.models.templates import layer_templates
 
 UNCOUNTABLE = (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError)
 """What transformers' code raises on meta tensors that runs on real ones."""
+SCORES = 4
+"""Dimensions of attention's scores: row, head, query, key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,10 @@ class LayerWork:
     """Results of products and attention but the last, and the layer's input."""
     traced: bool
     """Whether it was run; else it is estimated from its parameters."""
+    expert_flops: float = 0.0
+    """Those of `product_flops` whose rows are gathered by expert."""
+    score_bytes: int = 0
+    """Of attention's scores, where these go through memory."""
 
 
 def count_layers(model: BlockModel, length: int) -> list[LayerWork]:
@@ -93,11 +99,13 @@ def _count(
     kept = x_BTD.nbytes + sum(counter.kept[:-1])
     work = LayerWork(
         product_flops=sum(counter.product_flops),
-        last_product_flops=counter.product_flops[-1] if counter.product_flops else 0.0,
+        last_product_flops=counter.last_product_flops,
         attention_flops=counter.attention_flops,
         head_dim=counter.head_dim,
         kept_bytes=kept,
         traced=True,
+        expert_flops=counter.expert_flops,
+        score_bytes=counter.score_bytes,
     )
     return work, written
 
@@ -105,11 +113,12 @@ def _count(
 def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
     """Two FLOPs for each parameter that a token uses; every product's result kept."""
     share, tokens = share_of_experts(model) or 1.0, x_BTD.shape[0] * x_BTD.shape[1]
-    used = kept = 0.0
+    used = kept = experts = 0.0
     for name, param in model.container[index].named_parameters():
         part = share if EXPERT.fullmatch(name) else 1.0
         if param.dim() > 1:
             used += part * param.numel()
+            experts += part * param.numel() if EXPERT.fullmatch(name) else 0.0
             kept += part * param.numel() / min(param.shape[-2:])
     return LayerWork(
         product_flops=2 * used * tokens,
@@ -118,6 +127,7 @@ def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
         head_dim=0,
         kept_bytes=x_BTD.nbytes + int(kept * tokens * x_BTD.element_size()),
         traced=False,
+        expert_flops=2 * experts * tokens,
     )
 
 
@@ -131,7 +141,10 @@ class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.product_flops: list[float] = []
-        self.attention_flops = 0.0
+        self.last_product_flops = 0.0
+        """Of experts it is multiplied with what their router says, so backward needs it."""
+        self.attention_flops = self.expert_flops = 0.0
+        self.score_bytes = 0
         self.head_dim = 0
         self.kept: list[int] = []
 
@@ -142,11 +155,16 @@ class _Counter(TorchDispatchMode):
         packet = func.overloadpacket
         if packet is torch.ops.aten._grouped_mm:
             flops = 2 * result.numel() * args[0].shape[-1]  # each token's row by one matrix
+            self.expert_flops += flops
+        elif packet is torch.ops.aten._softmax and result.dim() == SCORES:
+            self.score_bytes += result.nbytes
+            return result
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         else:
             return result
         self.product_flops.append(flops)
+        self.last_product_flops = 0.0 if packet is torch.ops.aten._grouped_mm else flops
         self.kept.append(result.nbytes if isinstance(result, Tensor) else result[0].nbytes)
         return result
 

@@ -24,6 +24,16 @@ REACHED_LINK = 0.80
 """Of PCIe's rate each way: 50.5 GB/s of 63, both ways at once."""
 REACHED_MEMORY = 0.90
 """Of the memory's peak: 4.3 TB/s of 4.8."""
+REACHED_BY_EXPERTS = 0.5
+"""Of what other products reach, with all that gathers, weighs and adds rows: 4 and 8 layers of
+Qwen3-30B-A3B, 64x1024 tokens."""
+SCORES_MOVED = (6, 12)
+"""Times that scores in memory are read or written, forward and backward: 6 layers of gpt-oss-20b."""
+MORE_PER_PART = 0.22
+"""Of a layer's time, for each part of its experts but the first: 4 parts of gpt-oss-20b, 8 of
+gpt-oss-120b and of Qwen3-235B-A22B, 16x1024 tokens (0.22, 0.25, 0.2)."""
+BESIDE_PARTS = 2
+"""Blocks of a layer in parts: what is before and after its experts."""
 WORKSPACE_OF_LAYER = 2.6
 """Of what a layer keeps, for its backward with recompute: 2.6 for 3B, 2.5 for 7B."""
 WORKSPACE_OF_LOGITS = 2.0
@@ -98,13 +108,15 @@ def estimate_footprint(
     largest = max(work.kept_bytes for work in works) * rows
     attention = [compute.attention_of(length=length, head_dim=each.head_dim) for each in works]
     both = list(zip(works, attention, strict=True))
-    product_s = rows * _mean([each.product_flops for each in works]) / flops_per_s
+    products = [w.product_flops + w.expert_flops * (1 / REACHED_BY_EXPERTS - 1) for w in works]
+    product_s = rows * _mean(products) / flops_per_s
+    scores_s = rows * _mean([each.score_bytes for each in works]) / rates.device_bytes_per_s
     attention_s = rows * _mean([w.attention_flops / a.forward_flops_per_s for w, a in both])
     attention_backward_s = rows * _mean(
         [2 * w.attention_flops / a.backward_flops_per_s for w, a in both]
     )
-    forward_s = product_s + attention_s
-    saved_backward_s = 2 * product_s + attention_backward_s
+    forward_s = product_s + attention_s + SCORES_MOVED[0] * scores_s
+    saved_backward_s = 2 * product_s + attention_backward_s + SCORES_MOVED[1] * scores_s
     not_recomputed_s = rows * _mean([each.last_product_flops for each in works]) / flops_per_s
     return Footprint(
         input_bytes=input_bytes,
@@ -124,13 +136,16 @@ def estimate_footprint(
 def in_stages(footprint: Footprint, layers: Sequence[int], carried_inputs: int) -> Footprint:
     """The same where layers are cut: seconds and what is kept, spread evenly over their blocks.
 
+    Every part gathers and adds all rows, those of other parts' experts too.
+
     Args:
         footprint: with one block a layer.
         layers: which layer each block belongs to.
         carried_inputs: what all layers hand on between their blocks, in inputs of a layer.
     """
     counts = Counter(layers)
-    share = len(footprint.saved_bytes) / len(layers)
+    slower = [1 + MORE_PER_PART * max(0, blocks - BESIDE_PARTS - 1) for blocks in counts.values()]
+    share = sum(slower) / len(layers)
     return replace(
         footprint,
         saved_bytes=tuple(footprint.saved_bytes[each] // counts[each] for each in layers),
