@@ -267,7 +267,9 @@ def _plan_on_cpu(
     """Slots take host memory too.  Layers are saved only if that was asked for: activations are
     not counted.
     """
-    options = replace(options, saved=budgets.offload.saved or options.saved)
+    asked = budgets.offload
+    put_off = asked.put_off or frozenset()
+    options = replace(options, saved=asked.saved or options.saved, put_off=put_off)
     plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=None)
@@ -277,7 +279,7 @@ def _plan_on_cpu(
         need=need,
         placement=None,
         disk=disk,
-        asked=budgets.offload.words,
+        asked=asked.words,
         notices=(
             more_than_there_is(need.host_total + need.device_slots),
             stored_calibration().words_of_disk(disk.tier.path) if disk else None,

@@ -113,7 +113,7 @@ def test_host_bytes_are_those_of_train(keys: dict[str, Any], workspace: Path) ->
     need = Trainer(config, quiet=True)._plan().need.host
     of_run = {name: need[name] for name in purposes if need[name]}
     # On the GPU nothing stays, as on the CPU.
-    by_hand = {"resident": 0} | keys.get("offload", {})
+    by_hand = {"resident": 0, "put_off": 0} | keys.get("offload", {})
     found = of_config(keys, "--offload", yaml.safe_dump(by_hand, default_flow_style=True).strip())
     planned = found["bytes"]["host"]
     assert {name: planned[name] for name in purposes if name in planned} == of_run

@@ -50,6 +50,7 @@ def test_blocks_are_named_as_in_the_model() -> None:
         ({"resident": None}, "None in 'resident'"),
         ({"resident": [0, "head"], "disk": "all"}, "layer 0 in 'resident' and in 'disk'"),
         ({"saved": [1], "spilled": ["0-1"]}, "layer 1 in 'saved' and in 'spilled'"),
+        ({"put_off": 1}, "clipping, with which all updates wait. set max_grad_norm: 0"),
         ({"weight_slots": 0}, "weight_slots: 0. use a whole number from 1"),
         ({"weight_slots": "2"}, "weight_slots: 2"),
     ],
@@ -57,6 +58,24 @@ def test_blocks_are_named_as_in_the_model() -> None:
 def test_what_cannot_be_is_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         read(asked)
+
+
+def test_what_is_put_off_stays_on_the_host() -> None:
+    plan = replace(PLAN, clip=False)
+
+    def without_clipping(asked: dict[str, Any]) -> Offload:
+        return read_offload(asked, plan, has_gpu=True, has_disk=True)
+
+    assert without_clipping({"put_off": ["embed", "0-1", "head"]}).put_off == {0, 1, 2, HEAD}
+    assert without_clipping({"put_off": 2}).put_off == {0, 1}
+    for other in ("resident", "disk"):
+        with pytest.raises(UserError, match=f"layer 1 in '{other}' and in 'put_off'"):
+            without_clipping({"put_off": [1, 2], other: [1]})
+    for wanted in (NONE, frozenset({0, 4, HEAD})):
+        asked = replace(rule(2**40, clip=False), offload=Offload(put_off=wanted))
+        placement = asked.place()
+        assert placement.put_off == wanted and not placement.resident & wanted
+        assert asked.laid_out(placement).put_off == wanted
 
 
 def test_entries_that_need_something_else() -> None:

@@ -25,7 +25,7 @@ def blocks_on_disk(
 
     Args:
         layouts: embed, layers, head and, behind them, unused parameters if there are any.
-        plan: says what is on the device already.
+        plan: says what is on the device already, and what is put off, which is on the host.
         gradient_dtype: dtype of a rounded gradient.
         host_budget: bytes.
     """
@@ -38,7 +38,7 @@ def blocks_on_disk(
     for layer in range(plan.num_layers, 0, -1):
         if need(tried[-1]) <= host_budget:
             return tried[-1]
-        if layer not in plan.resident:
+        if layer not in plan.resident | plan.put_off:
             tried.append(tried[-1] | {layer})
     return min(tried, key=need)
 

@@ -1,7 +1,7 @@
 """What a run was told to put where; `offload` in the config, checked before anything is allocated.
 
 An entry is `all`, a count, or a list of layers (counted from 0, as in the model's weights), ranges
-of them such as 0-3, and for `resident` also embed and head.
+of them such as 0-3, and for `resident` and `put_off` also embed and head.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from megatrain.errors import UserError
 from megatrain.schedule import StepPlan
 
-TIERS = ("resident", "saved", "spilled", "disk")
+TIERS = ("resident", "saved", "spilled", "disk", "put_off")
 SLOTS = {
     "weight_slots": "layer_weight_slots",
     "gradient_slots": "layer_gradient_slots",
@@ -20,6 +20,12 @@ SLOTS = {
     "disk_slots": "disk_slots",
 }
 """Key: the engine's option."""
+NOT_BOTH = (
+    ("resident", "disk"),
+    ("saved", "spilled"),
+    ("resident", "put_off"),
+    ("disk", "put_off"),
+)
 RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -35,6 +41,8 @@ class Offload:
     """Layers whose inputs wait on the host."""
     disk: frozenset[int] | None = None
     """Layers whose state lives on the disk."""
+    put_off: frozenset[int] | None = None
+    """Blocks whose updates run beside the next forward."""
     slots: tuple[tuple[str, int], ...] = ()
     """(option of the engine, number)."""
     words: str = ""
@@ -43,7 +51,7 @@ class Offload:
     @property
     def not_resident(self) -> frozenset[int]:
         """Blocks that the planner may not keep on the device."""
-        return self.disk or frozenset()
+        return (self.disk or frozenset()) | (self.put_off or frozenset())
 
     @property
     def not_saved(self) -> frozenset[int]:
@@ -77,15 +85,17 @@ def read_offload(
             _refuse(asked, f"no GPU that '{name}' could be about", f"leave '{name}' out")
     if "disk" in asked and not has_disk:
         _refuse(asked, "no directory for 'disk'", "set disk_path in the config of a run")
+    if asked.get("put_off") and plan.clip:
+        _refuse(asked, "clipping, with which all updates wait", "set max_grad_norm: 0")
     trained = range(max(plan.lowest_trainable, 1), plan.num_layers + 1)
-    layers = range(1, plan.num_layers + 1)
-    allowed = {"resident": range(plan.head + 1), "saved": trained, "spilled": trained}
+    layers, blocks = range(1, plan.num_layers + 1), range(plan.head + 1)
+    allowed = {"resident": blocks, "saved": trained, "spilled": trained, "put_off": blocks}
     tiers = {
         name: _blocks(asked, name, allowed.get(name, layers), plan)
         for name in TIERS
         if name in asked
     }
-    for one, other in (("resident", "disk"), ("saved", "spilled")):
+    for one, other in NOT_BOTH:
         if both := tiers.get(one, frozenset()) & tiers.get(other, frozenset()):
             named = ", ".join(_name(block, plan) for block in sorted(both))
             _refuse(asked, f"{named} in '{one}' and in '{other}'", "name each in one of them")

@@ -127,7 +127,7 @@ class PlacementRule:
         where that is faster and there is room.
         """
         found = self._timed(placement)
-        if placement.put_off or not (put_off := self._put_off(placement)):
+        if self.offload.put_off is not None or not (put_off := self._put_off(placement)):
             return found
         later = self._timed(replace(placement, put_off=put_off))
         return later if later.seconds < WORTH_PUTTING_OFF * found.seconds else found
@@ -137,7 +137,7 @@ class PlacementRule:
 
     def _put_off(self, placement: Placement) -> frozenset[int]:
         """As many of the first of those that are worth it as the host has room for."""
-        if self.plan.clip or placement.on_disk or self.offload.disk:
+        if self.plan.clip or placement.put_off or placement.on_disk or self.offload.disk:
             return NONE
         wanted = sorted(updates_to_put_off(self.laid_out(placement), self.layouts, self.footprint))
 
@@ -223,18 +223,20 @@ class PlacementRule:
         self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
     ) -> Placement:
         spill = self._spill(saved) if spills or self.offload.spilled else None
-        plan = replace(self.plan, resident=resident, saved=saved, spill=spill)
+        put_off = self.offload.put_off or NONE
+        plan = replace(self.plan, resident=resident, saved=saved, spill=spill, put_off=put_off)
         return Placement(
             resident=resident,
             saved=saved,
             spill=spill,
             device=self._device_bytes(plan),
             seconds=self._rough_seconds(plan),
+            put_off=plan.put_off,
         )
 
     def _rough_seconds(self, plan: StepPlan) -> float:
         """With updates put off, if there is room."""
-        if not plan.clip:
+        if not plan.clip and self.offload.put_off is None:
             put_off = updates_to_put_off(plan, self.layouts, self.footprint)
             plan = replace(plan, put_off=put_off)
         return rough_seconds(plan, self.layouts, self.footprint)

@@ -73,7 +73,7 @@ class RunKeys(Keys):
     offload: dict[str, Any] = Field(
         default_factory=dict,
         description="What to put where, in place of the planner's choice: resident, saved, spilled,"
-        " disk, each all, a count or a list such as [embed, 0-3, head]; weight_slots,"
+        " disk, put_off, each all, a count or a list such as [embed, 0-3, head]; weight_slots,"
         " gradient_slots, waiting_slots, disk_slots. See [memory.md](memory.md#placing-by-hand).",
     )
     trace: str | None = Field(
