@@ -24,6 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
+from megatrain.models.experts import offer_gathered_experts
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
@@ -122,6 +123,7 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             found="router auxiliary losses, which need every layer's router at once",
             change="set config_overrides: {output_router_logits: false}",
         )
+    offer_gathered_experts()
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from megatrain.errors import UserError
+from megatrain.models.experts import GATHERED
 
 NOT_HERE = {
     "model_type": "the weights belong to one model type",
@@ -26,6 +27,9 @@ ROPE = "rope_parameters"
 ROPE_KEPT = ("rope_theta", "partial_rotary_factor")
 """What another kind of RoPE scaling does not change; transformers would take its defaults."""
 NO_SCALING = {"rope_type": "default"}
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Keys that are no part of a config's values, and not saved with it."""
+EXPERTS = ("grouped_mm", "batched_mm", "eager", GATHERED)
 
 
 def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:
@@ -39,13 +43,20 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
     Args:
         config: as transformers read it.
         stored: the same as it stands in `config.json`.
-        overrides: new values by key; `attn_implementation` is a key too.
+        overrides: new values by key; `IMPLEMENTATIONS` are keys too.
 
     Raises:
         UserError: for a key that the config does not have, or a value that does not fit.
     """
     attention = overrides.get("attn_implementation")
-    changes = {key: value for key, value in overrides.items() if key != "attn_implementation"}
+    experts = overrides.get("experts_implementation")
+    changes = {key: value for key, value in overrides.items() if key not in IMPLEMENTATIONS}
+    if experts not in (None, *EXPERTS):
+        raise UserError(
+            asked=f"config_overrides: experts_implementation: {experts}",
+            found="no such way here to compute experts",
+            change=f"use {', '.join(EXPERTS[:-1])} or {EXPERTS[-1]}",
+        )
     if changes:
         values = _changed(config, stored, changes)
         try:
@@ -58,6 +69,8 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
             ) from error
     if attention is not None:
         config._attn_implementation = attention
+    if experts is not None:
+        config._experts_implementation = experts
     return config
 
 

@@ -83,6 +83,7 @@ def shrink(config: Any, sizes: dict[str, int]) -> Any:
     _shrink_text(text, raw if name is None else raw[name], sizes)
     small = type(config).from_dict(raw)
     small._attn_implementation = config._attn_implementation  # which is no part of the values
+    small._experts_implementation = config._experts_implementation
     return small
 
 

@@ -28,7 +28,8 @@ REACHED_BY_EXPERTS = 0.5
 """Of what other products reach, with all that gathers, weighs and adds rows: 4 and 8 layers of
 Qwen3-30B-A3B, 64x1024 tokens."""
 SCORES_MOVED = (6, 12)
-"""Times that scores in memory are read or written, forward and backward: 6 layers of gpt-oss-20b."""
+"""Times that scores in memory are read or written, forward and backward: 6 layers of
+gpt-oss-20b."""
 MORE_PER_PART = 0.22
 """Of a layer's time, for each part of its experts but the first: 4 parts of gpt-oss-20b, 8 of
 gpt-oss-120b and of Qwen3-235B-A22B, 16x1024 tokens (0.22, 0.25, 0.2)."""
