@@ -117,6 +117,7 @@ def test_a_nested_text_config_is_reached(tmp_path: Path) -> None:
     [
         ({"rms_norm_ep": 1}, "'rms_norm_ep'.*model type 'llama'.*did you mean 'rms_norm_eps'"),
         ({"zzz": 1}, "see the model's config.json"),
+        ({"experts_implementation": "sonic"}, "no such way here.*use grouped_mm, batched_mm"),
         ({"model_type": "gpt2"}, "one model type"),
         ({"dtype": "float16"}, "use the key dtype"),
         ({"rope_theta": 1e6}, "rope_parameters: {rope_theta"),
@@ -180,3 +181,14 @@ def test_the_attention_asked_for_is_the_one_built(attention: str, tmp_path: Path
     model = build_on_meta(config, compute_dtype="float32")
     assert model.config._attn_implementation == attention
     assert "attn_implementation" not in AutoConfig.from_pretrained(tmp_path).to_dict()
+
+
+def test_how_experts_are_computed_is_a_choice_of_the_run(tmp_path: Path) -> None:
+    path = saved(tmp_path, "mixtral", **SMALL, num_local_experts=4)
+    config = changed(path, experts_implementation="gathered")
+    model = build_on_meta(config, compute_dtype="float32")
+    assert set(model.get_experts_implementation().values()) == {"gathered"}
+    assert "gathered" not in config.to_json_string()
+    dense = changed(saved(tmp_path / "dense"), experts_implementation="gathered")
+    with pytest.raises(UserError, match=r"gathered of model type 'llama'.*leave it out"):
+        build_on_meta(dense, compute_dtype="float32")

@@ -24,7 +24,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
-from megatrain.models.experts import offer_gathered_experts
+from megatrain.models.experts import DISPATCHED, GATHERED, offer_gathered_experts
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
@@ -133,6 +133,13 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             found=" ".join(str(error).split()).rstrip("."),
             change="look at config_overrides, attn_implementation and the model's config.json",
         ) from error
+    asked = config._experts_implementation
+    if asked == GATHERED and not any(DISPATCHED in each.__dict__ for each in model.modules()):
+        raise UserError(
+            asked=f"experts_implementation: {asked} of model type '{config.model_type}'",
+            found="no experts that can be computed in several ways",
+            change="leave it out",
+        )
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"

@@ -21,6 +21,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 GATHERED = "gathered"
 """Its name as transformers' `experts_implementation`."""
+DISPATCHED = "is_transposed"
+"""An attribute that transformers gives all experts that its implementations compute."""
 
 
 class _Spread(torch.autograd.Function):
@@ -85,10 +87,8 @@ def gathered_experts_forward(
     expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
-    # For CPUs histc takes floats only; with deterministic algorithms GPUs take integers only.
-    counted = expert_S.float() if expert_S.device.type == "cpu" else expert_S.int()
-    count_E = torch.histc(counted, bins=experts.num_experts, min=0, max=experts.num_experts - 1)
-    ends_E = torch.cumsum(count_E, dim=0, dtype=torch.int32)
+    every_E = torch.arange(experts.num_experts, device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
     elsewhere = (expert_S >= experts.num_experts)[:, None] if experts._is_expert_parallel else None
 
     def only_here(rows_SN: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, ParamSpec
 from megatrain.models.blocks import Block, BlockKind, BlockModel
 from megatrain.models.build import COMPUTE_DTYPES
-from megatrain.models.experts import GATHERED
+from megatrain.models.experts import DISPATCHED, GATHERED
 from megatrain.models.halves import (
     OUTPUT,
     ExpertsStandIn,
@@ -47,11 +47,12 @@ IMPLEMENTATIONS = ("grouped_mm", "batched_mm", GATHERED)
 """Of transformers' experts: those that leave out experts of another device.
 
 Its eager loops do so for some models and versions only."""
-DISPATCHED = "is_transposed"
-"""An attribute that transformers gives all experts that its implementations compute."""
 ROWS = "experts/rows"
 """Carried: a tensor (B, T, 0), for its shape."""
 PROBE_TOKENS = 4
+FEWEST = 2
+"""Experts of a part: of a single one transformers computes all tokens, those of other parts too, as
+it counts with `torch.histc(min=0, max=0)`, which takes the range of the data instead."""
 CHANGE = "leave expert_parts out, or report this model type so that it can be added"
 
 Tensors = Mapping[str, Tensor]
@@ -214,7 +215,7 @@ def in_parts(model: BlockModel, parts: int) -> BlockModel:
 
     Args:
         model: its blocks are whole layers.
-        parts: blocks of experts of a layer, at most.
+        parts: blocks of experts of a layer, at most; they have `FEWEST` experts or more.
 
     Raises:
         UserError: if no layer has experts that can be parted, or one cannot be cut.
@@ -294,7 +295,7 @@ class _Parting:
         first = [s for n, s in others.items() if n not in behind]
         self._add(f"{whole.name}.before", Stage(layer=index, role=before), first)
         total = int(experts.num_experts)  # type: ignore[arg-type]
-        parts = min(self.parts, total)
+        parts = max(1, min(self.parts, total // FEWEST))
         for part in range(parts):
             experts_range = ExpertRange(
                 first=total * part // parts, end=total * (part + 1) // parts
