@@ -61,8 +61,9 @@ class ModelKeys(Keys):
     expert_parts: int | None = Field(
         None,
         ge=1,
-        description="Stream the experts of a mixture in so many blocks a layer, of two experts or more; default: whole"
-        " layers unless the GPU is too small for them. Sums differ in their order, nothing else.",
+        description="Stream the experts of a mixture in so many blocks a layer, of two experts or"
+        " more; default: whole layers unless the GPU is too small for them. Sums differ in their"
+        " order, nothing else.",
     )
     config_overrides: dict[str, Any] = Field(
         default_factory=dict,
