@@ -46,7 +46,7 @@ from megatrain.placing import (
     parts_that_fit,
     plan_run,
 )
-from megatrain.planner import Placement, read_offload
+from megatrain.planner import read_offload
 from megatrain.schedule import Span, StepPlan, occupancy
 from megatrain.versions import library_versions
 
@@ -300,7 +300,7 @@ def _figures(
         "place": options.place,
         "expert_parts": most_parts(model),
         "gpu_memory": options.gpu_memory,
-        **_placed(plan.placement),
+        **_placed(plan),
         "seconds_per_step_p20": round(p20, 4),
         "seconds_per_step_p50": round(p50, 4),
         "seconds_per_step_p80": round(p80, 4),
@@ -329,17 +329,16 @@ def _figures(
     }
 
 
-def _placed(placement: Placement | None) -> dict[str, Any]:
-    """What was placed, and predicted of it; None: on the CPU."""
-    if placement is None:
-        return {}
+def _placed(plan: RunPlan) -> dict[str, Any]:
+    """What was placed, and what was predicted of it on a GPU."""
+    options, placement = plan.options, plan.placement
     return {
-        "resident_blocks": len(placement.resident),
-        "saved_layers": len(placement.saved),
-        "spilled_layers": len(placement.spill.blocks) if placement.spill else 0,
-        "put_off_updates": len(placement.put_off),
-        "predicted_seconds": round(placement.seconds, 4),
-        "predicted_device_bytes": placement.device_bytes,
+        "resident_blocks": len(plan.resident),
+        "saved_layers": len(options.saved),
+        "spilled_layers": len(options.spill.blocks) if options.spill else 0,
+        "put_off_updates": len(options.put_off),
+        "predicted_seconds": None if placement is None else round(placement.seconds, 4),
+        "predicted_device_bytes": None if placement is None else placement.device_bytes,
     }
 
 

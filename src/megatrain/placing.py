@@ -19,7 +19,7 @@ from megatrain.errors import UserError
 from megatrain.layout import Purpose
 from megatrain.memory import DiskTier
 from megatrain.models import BlockKind, BlockModel
-from megatrain.models.parts import in_parts, num_experts
+from megatrain.models.parts import FEWEST, in_parts, num_experts
 from megatrain.planner import (
     NOTHING_ASKED,
     DiskUse,
@@ -144,7 +144,7 @@ def parts_that_fit(
     cut = cut or partial(in_parts, model)
     fitting = None if whole > limit else 0  # 0: whole layers
     parts = 2
-    while parts <= num_experts(model):
+    while parts <= num_experts(model) // FEWEST:
         try:
             nbytes = _slot_bytes(cut(parts), options)
         except UserError:

@@ -23,7 +23,7 @@ from .harness import (
 from .test_experts import FAMILIES, OPTIONS, STEPS, config_of, masters_of
 
 
-@pytest.mark.parametrize("parts", [None, 3, 8], ids=["whole", "three parts", "one by one"])
+@pytest.mark.parametrize("parts", [None, 3, 8], ids=["whole", "three parts", "of two"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gathered_rows_equal_plain_transformers(name: str, parts: int | None) -> None:
     """As `experts_implementation: gathered`, in a step whose tokens leave experts without any."""

@@ -1,4 +1,4 @@
-"""Experts in parts where it is easily wrong: idle parts, single experts, few trained, mixed layers.
+"""Experts in parts where it is easily wrong: idle parts, few trained, mixed layers.
 
 Each case is two steps, every gradient, moment and master of which must be those of plain PyTorch.
 """
@@ -147,7 +147,7 @@ def test_grouped_products_leave_rows_of_other_parts_unwritten(
 def test_every_token_is_computed_by_its_own_experts_only(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a part is a single expert."""
+    """Also where parts would be single experts: they are of two."""
     config = config_of("mixtral", num_hidden_layers=1)
     engine = make_engine(config, masters_of(reference_model(config)), expert_parts=parts)
     computed, grouped_mm = [], F.grouped_mm

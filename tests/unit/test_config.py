@@ -107,8 +107,14 @@ def training_arguments() -> dict[str, Any]:
         ({"chat_template_path": "models/base"}, "ends in .jinja"),
         ({"attn_implementation": "flash_attention_2"}, "needs the flash-attn package; use eager"),
         ({"attn_implementation": "flex_attention"}, "not tried with layers"),
-        ({"attn_implementation": "sdpaa"}, "no such attention here; use eager or sdpa"),
-        ({"config_overrides": {"attn_implementation": 5}}, "not a name; use eager or sdpa"),
+        (
+            {"attn_implementation": "sdpaa"},
+            "no such attention here; use eager, sdpa or fused_sinks",
+        ),
+        (
+            {"config_overrides": {"attn_implementation": 5}},
+            "not a name; use eager, sdpa or fused_sinks",
+        ),
         (
             {"config_overrides": {"attn_implementation": "sdpa"}, "attn_implementation": "sdpa"},
             "stands in config_overrides too",

@@ -45,7 +45,7 @@ def describe(question: Question, found: Answer, adviser: Adviser) -> Iterator[st
     yield (
         f"on the GPU: state of {len(placement.resident)} blocks, activations of"
         f" {len(placement.saved)} layers; inputs of {spilled} layers on the host"
-        + (f"; {len(placement.put_off)} updates in the next forward" if placement.put_off else "")
+        + (f"; {len(placement.put_off)} updates put off" if placement.put_off else "")
     )
     if found.disk is not None:
         disk = found.disk

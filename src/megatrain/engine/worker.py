@@ -99,7 +99,7 @@ class Worker:
         self.disk.read(op.block, self.buffers.loaded[op.slot(Space.LOADED)], MOVED[op.kind])
 
     def _write_state(self, state: StepState, op: Op) -> None:
-        if not self._updates(state, op.block):
+        if self._update_of(state, op.block) is None:
             return
         if state.before_update is not None:
             state.before_update(op.block)
@@ -144,18 +144,18 @@ class Worker:
         source, target = (here, there) if op.kind is OpKind.SPILL else (there, here)
         target.copy_(source, non_blocking=True)
 
-    def _updates(self, state: StepState, block: int) -> bool:
-        """Without clipping what is not finite updates nothing."""
+    def _update_of(self, state: StepState, block: int) -> PendingUpdate | None:
+        """None: without clipping what is not finite updates nothing."""
         if self.plan.defers(block):
-            return state.pending is not None and block not in state.pending.left_out
-        return state.loss_is_finite and block not in state.nonfinite_blocks
+            due = state.pending
+            return None if due is None or block in due.left_out else due
+        finite = state.loss_is_finite and block not in state.nonfinite_blocks
+        return state.update if finite else None
 
     def _update(self, state: StepState, op: Op) -> None:
-        block = op.block
-        if not self._updates(state, block) or block in state.updated:
+        block, update = op.block, self._update_of(state, op.block)
+        if update is None or block in state.updated:
             return
-        update = state.pending if self.plan.defers(block) else state.update
-        assert update is not None
         if state.before_update is not None and block not in self.store.on_disk:
             state.before_update(block)
         state.updating.add(block)

@@ -28,6 +28,7 @@ from megatrain.models.experts import DISPATCHED, GATHERED, offer_gathered_expert
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
+from megatrain.models.sinks import FUSED_SINKS, SINKS, offer_attention_with_sinks
 
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -124,6 +125,7 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             change="set config_overrides: {output_router_logits: false}",
         )
     offer_gathered_experts()
+    offer_attention_with_sinks()
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])
@@ -133,6 +135,13 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             found=" ".join(str(error).split()).rstrip("."),
             change="look at config_overrides, attn_implementation and the model's config.json",
         ) from error
+    sinks = any(name.endswith(SINKS) for name, _ in model.named_parameters())
+    if config._attn_implementation == FUSED_SINKS and not sinks:
+        raise UserError(
+            asked=f"attn_implementation: {FUSED_SINKS} of model type '{config.model_type}'",
+            found="attention without sinks",
+            change="leave it out",
+        )
     asked = config._experts_implementation
     if asked == GATHERED and not any(DISPATCHED in each.__dict__ for each in model.modules()):
         raise UserError(

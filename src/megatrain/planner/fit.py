@@ -51,7 +51,7 @@ def memory_need(
 
     Args:
         layouts: embed, layers, head and, behind them, unused parameters if there are any.
-        plan: with clipping every gradient waits on the host, without only a small ring does; what
+        plan: gradients whose update is deferred wait on the host, others pass through a ring; what
             is resident or on the disk is not on the host.
         gradient_dtype: dtype of a rounded gradient.
     """

@@ -74,7 +74,7 @@ class Placement:
             f"GPU memory {format_bytes(self.device_bytes)}: state of {len(self.resident)} blocks,"
             f" activations of {len(self.saved)} layers"
             + ("" if self.spill is None else f"; inputs of {len(self.spill.blocks)} on the host")
-            + (f"; {len(self.put_off)} updates in the next forward" if self.put_off else "")
+            + (f"; {len(self.put_off)} updates put off" if self.put_off else "")
             + f"; a step should take about {self.seconds:.3g} s"
         )
 
@@ -136,7 +136,9 @@ class PlacementRule:
         return replace(placement, seconds=max(span.end_s for span in self.spans(placement)))
 
     def _put_off(self, placement: Placement) -> frozenset[int]:
-        """As many of the first of those that are worth it as the host has room for."""
+        """As many of the first of those that are worth it as the host has room for: their updates
+        come last in the backward.  None beside a disk, which is there for want of room.
+        """
         if self.plan.clip or placement.put_off or placement.on_disk or self.offload.disk:
             return NONE
         wanted = sorted(updates_to_put_off(self.laid_out(placement), self.layouts, self.footprint))
@@ -235,7 +237,7 @@ class PlacementRule:
         )
 
     def _rough_seconds(self, plan: StepPlan) -> float:
-        """With updates put off, if there is room."""
+        """As if the host had room for what is put off: `simulated` looks."""
         if not plan.clip and self.offload.put_off is None:
             put_off = updates_to_put_off(plan, self.layouts, self.footprint)
             plan = replace(plan, put_off=put_off)

@@ -95,9 +95,9 @@ class StepPlan:
         """
         if self.defers(block) and block not in self.on_disk:
             return block
-        in_vram = block in self.resident
-        slots = self.layer_gradient_slots if in_vram else self.waiting_gradient_slots
-        return len(self.trainable) + 2 * self._in_ring(block, slots) + in_vram
+        resident = block in self.resident
+        slots = self.layer_gradient_slots if resident else self.waiting_gradient_slots
+        return len(self.trainable) + 2 * self._in_ring(block, slots) + resident
 
     def _in_ring(self, block: int, slots: int) -> int:
         """The head's gradient is done before embed's begins, unless they share parameters: then

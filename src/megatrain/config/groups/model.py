@@ -6,7 +6,7 @@ from pydantic import Field, field_validator
 
 from megatrain.config.groups.keys import Keys
 
-ATTENTION = ("eager", "sdpa")
+ATTENTION = ("eager", "sdpa", "fused_sinks")
 NO_ATTENTION = {
     "flash_attention_2": "it needs the flash-attn package",
     "flash_attention_3": "it needs the flash-attn package",
@@ -18,7 +18,9 @@ NO_ATTENTION = {
 def _check_attention(value: Any) -> None:
     if value not in ATTENTION:
         why = NO_ATTENTION.get(value, "no such attention here") if isinstance(value, str) else ""
-        raise ValueError(f"{why or 'not a name'}; use {' or '.join(ATTENTION)}")
+        raise ValueError(
+            f"{why or 'not a name'}; use {', '.join(ATTENTION[:-1])} or {ATTENTION[-1]}"
+        )
 
 
 class ModelKeys(Keys):
@@ -56,7 +58,9 @@ class ModelKeys(Keys):
         default_factory=list, description="Patterns of the same kinds; what matches is not trained."
     )
     attn_implementation: str | None = Field(
-        None, description="Attention code of transformers: eager or sdpa; default: its own choice."
+        None,
+        description="Attention code: eager or sdpa of transformers, or fused_sinks of our own,"
+        " which is SDPA for attention with sinks (gpt-oss); default: transformers' choice.",
     )
     expert_parts: int | None = Field(
         None,

@@ -1,0 +1,113 @@
+"""`attn_implementation: fused_sinks`: plain transformers' eager steps, whole rows and packed."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from megatrain.data.packing import joined
+from megatrain.errors import UserError
+from megatrain.layout import Purpose
+from megatrain.models import build_on_meta
+from megatrain.models.packing_proof import prove_packing
+from megatrain.models.sinks import FUSED_SINKS, attention_with_sinks
+
+from .harness import (
+    SMALL,
+    Reference,
+    assert_close,
+    engine_state,
+    gradients_of,
+    make_engine,
+    make_rows,
+    reference_model,
+)
+from .test_parts import MIXTURES, OPTIONS, masters_of
+
+KINDS = {
+    "gpt_oss": {**MIXTURES["gpt_oss"], "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "granite_swa": {"sliding_window": 4},
+}
+
+
+def config_of(kind: str, attention: str | None = None) -> Any:
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind], "num_hidden_layers": 4})
+    if attention is not None:
+        config._attn_implementation = attention
+    return config
+
+
+def with_sinks(kind: str) -> Any:
+    model = reference_model(config_of(kind))
+    for name, param in model.named_parameters():
+        if name.endswith("sinks"):
+            nn.init.normal_(param, std=2.0)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_steps_equal_plain_pytorch(kind: str) -> None:
+    model = with_sinks(kind)
+    assert model.config._attn_implementation == "eager"
+    options = replace(OPTIONS, max_grad_norm=0.05)
+    engine = make_engine(config_of(kind, FUSED_SINKS), masters_of(model), options=options)
+    reference = Reference(model, learning_rate=1e-3, max_grad_norm=0.05, rows_per_micro=2)
+    for seed in range(2):
+        rows = make_rows(5, seed)
+        expected, result = reference.step(rows), engine.step(rows, learning_rate=1e-3)
+        assert result.loss == pytest.approx(expected.loss, rel=5e-6)
+        assert result.grad_norm == pytest.approx(expected.norm, rel=1e-5)
+        scale = min(1.0, 0.05 / (result.grad_norm + 1e-6))
+        found = {n: scale * gradient for n, gradient in gradients_of(engine).items()}
+        assert_close(found, expected.gradients, relative=2e-4, what="gradient")
+    moments = engine_state(engine, Purpose.EXP_AVG)
+    assert_close(moments, reference.moments("exp_avg"), relative=2e-4, what="exp_avg")
+
+
+def test_packed_rows_equal_those_of_eager_code() -> None:
+    masters, found = masters_of(with_sinks("gpt_oss")), []
+    for row in (rows := make_rows(4)):
+        row.weights[0] = 0.0
+    for attention in ("eager", FUSED_SINKS):
+        config = config_of("gpt_oss", attention)
+        engine = make_engine(config, masters, options=OPTIONS)
+        engine.model.packing = prove_packing(config)
+        result = engine.step([joined(rows[:2]), joined(rows[2:])], learning_rate=1e-3)
+        found.append((result.loss, gradients_of(engine)))
+    assert found[1][0] == pytest.approx(found[0][0], rel=5e-6)
+    assert_close(found[1][1], found[0][1], relative=2e-4, what="gradient")
+
+
+class _Attention(nn.Module):
+    num_key_value_groups, is_causal = 2, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(4))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 7])
+def test_fewer_queries_than_keys_see_all_before_them(queries: int) -> None:
+    torch.manual_seed(0)
+    module, keys, scaling = _Attention().eval(), 7, 8**-0.5
+    query = torch.randn(2, 4, queries, 8)
+    key, value = torch.randn(2, 2, keys, 8), torch.randn(2, 2, keys, 8)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+    mask: Tensor = torch.zeros(queries, keys).masked_fill(~seen, -torch.inf)
+    expected, _ = eager_attention_forward(module, query, key, value, mask, scaling)
+    for given in (None, seen[None, None]):
+        found, _ = attention_with_sinks(
+            module, query, key, value, given, scaling, s_aux=module.sinks
+        )
+        torch.testing.assert_close(found, expected)
+
+
+def test_attention_without_sinks_is_refused() -> None:
+    config = AutoConfig.for_model("llama", **SMALL)
+    config._attn_implementation = FUSED_SINKS
+    with pytest.raises(UserError, match=r"fused_sinks of model type 'llama'.*without sinks"):
+        build_on_meta(config, compute_dtype="float32")
