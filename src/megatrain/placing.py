@@ -357,9 +357,10 @@ def with_room_for_waiting(
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""
     more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
-    more = with_slots(more, budgets)
+    more = with_slots(replace(more, put_off=budgets.offload.put_off or frozenset()), budgets)
     need = _need(model, more, step_plan(model, more), budgets).host_total
-    return more if need <= (budgets.host or available_host_bytes()) else options
+    fits = need <= (budgets.host or available_host_bytes())
+    return replace(more, put_off=options.put_off) if fits else options
 
 
 def _need(

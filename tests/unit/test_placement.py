@@ -293,3 +293,36 @@ def test_gradients_that_are_put_off_take_what_the_host_has_to_spare() -> None:
         assert placement.put_off <= wanted.put_off
         assert not placement.put_off or asked._host_bytes(placement) <= 0.95 * budget
     assert placement.put_off == wanted.put_off
+
+
+def with_few_trained(count: int) -> PlacementRule:
+    """Only the last layers and the head."""
+    frozen = LAYERS + 1 - count
+    specs = [
+        ParamSpec(
+            name=f"b{index}",
+            shape=(layout.num_params,),
+            dtype="bfloat16",
+            trainable=index >= frozen,
+            decayed=True,
+        )
+        for index, layout in enumerate(LAYOUTS)
+    ]
+    trainable = tuple(spec.trainable for spec in specs)
+    plan = replace(PLAN, clip=False, trainable=trainable)
+    layouts = [BlockLayout.build([spec]) for spec in specs]
+    return replace(without_clipping(4.0), plan=plan, layouts=layouts)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_where_few_layers_are_trained_all_updates_wait_for_the_forward(count: int) -> None:
+    asked = with_few_trained(count)
+    trained = frozenset(b for b, each in enumerate(asked.plan.trainable) if each)
+    streamed = asked.fixed(on_device=False)
+    assert streamed.put_off == trained
+    assert streamed.seconds < 0.95 * asked._timed(replace(streamed, put_off=NONE)).seconds
+
+
+def test_of_what_is_asked_for_only_trained_blocks_are_put_off() -> None:
+    asked = replace(with_few_trained(2), offload=Offload(put_off=frozenset(range(LAYERS + 2))))
+    assert asked.place().put_off == {LAYERS - 1, LAYERS, HEAD}

@@ -225,7 +225,8 @@ class PlacementRule:
         self, resident: frozenset[int], saved: frozenset[int], *, spills: bool = False
     ) -> Placement:
         spill = self._spill(saved) if spills or self.offload.spilled else None
-        put_off = self.offload.put_off or NONE
+        asked = (self.offload.put_off or NONE) - resident
+        put_off = frozenset(block for block in asked if self.plan.trainable[block])
         plan = replace(self.plan, resident=resident, saved=saved, spill=spill, put_off=put_off)
         return Placement(
             resident=resident,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from megatrain.layout import BlockLayout
 from megatrain.schedule import Footprint, StepPlan
 
-LAGS = (0.25, 0.5, 1.0, 2.0)
-"""Updates that the host may be behind, in time of one."""
+LAGS = (-1.0, 0.25, 0.5, 1.0, 2.0)
+"""Updates that the host may be behind, in time of one.  Below 0 all are put off: best where few
+layers are trained, as their backward is short and the forward is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
