@@ -267,9 +267,7 @@ def _plan_on_cpu(
     """Slots take host memory too.  Layers are saved only if that was asked for: activations are
     not counted.
     """
-    asked = budgets.offload
-    put_off = asked.put_off or frozenset()
-    options = replace(options, saved=asked.saved or options.saved, put_off=put_off)
+    options = replace(options, saved=budgets.offload.saved or options.saved)
     plan, disk = _with_disk(model, options, step_plan(model, options), budgets, has_gpu=False)
     need = _need(model, options, plan, budgets)
     check_fits(need, budget=budgets.host, device_free=None)
@@ -279,7 +277,7 @@ def _plan_on_cpu(
         need=need,
         placement=None,
         disk=disk,
-        asked=asked.words,
+        asked=budgets.offload.words,
         notices=(
             more_than_there_is(need.host_total + need.device_slots),
             stored_calibration().words_of_disk(disk.tier.path) if disk else None,
@@ -288,9 +286,9 @@ def _plan_on_cpu(
 
 
 def with_slots(options: EngineOptions, budgets: Budgets) -> EngineOptions:
-    """As many slots as were asked for."""
-    numbers: dict[str, Any] = dict(budgets.offload.slots)
-    return replace(options, **numbers)
+    """As many slots as were asked for, and what was asked to be put off."""
+    asked: dict[str, Any] = dict(budgets.offload.slots)
+    return replace(options, put_off=budgets.offload.put_off or frozenset(), **asked)
 
 
 def _with_disk(
@@ -357,10 +355,9 @@ def with_room_for_waiting(
 ) -> EngineOptions:
     """More gradients that wait for the host's updates, if the host has room with all else there."""
     more = replace(options, waiting_gradient_slots=WAITING_GRADIENT_SLOTS)
-    more = with_slots(replace(more, put_off=budgets.offload.put_off or frozenset()), budgets)
+    more = with_slots(more, budgets)
     need = _need(model, more, step_plan(model, more), budgets).host_total
-    fits = need <= (budgets.host or available_host_bytes())
-    return replace(more, put_off=options.put_off) if fits else options
+    return more if need <= (budgets.host or available_host_bytes()) else options
 
 
 def _need(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -254,6 +255,25 @@ def assert_close(
         scale = max(float(tensor.abs().max()), floor)
         difference = float((mine[name] - tensor).abs().max())
         assert difference <= relative * scale, f"{what} {name}: {difference:.3e} of {scale:.3e}"
+
+
+def assert_steps_equal(
+    engine: Engine, reference: Reference, steps: Sequence[Sequence[Row]], *, learning_rate: float
+) -> None:
+    """Every loss, norm and (clipped) gradient, then moments and masters, to summation order."""
+    clip = reference.max_grad_norm
+    for rows in steps:
+        expected, result = reference.step(rows), engine.step(rows, learning_rate=learning_rate)
+        assert result.loss == pytest.approx(expected.loss, rel=5e-6)
+        assert result.grad_norm == pytest.approx(expected.norm, rel=1e-5)
+        if clip:  # else gradients are gone: their blocks are updated
+            scale = min(1.0, clip / (result.grad_norm + 1e-6))
+            mine = {name: each * scale for name, each in gradients_of(engine).items()}
+            assert_close(mine, expected.gradients, relative=2e-4, what="gradient")
+    for purpose, key in ((Purpose.EXP_AVG, "exp_avg"), (Purpose.EXP_AVG_SQ, "exp_avg_sq")):
+        assert_close(engine_state(engine, purpose), reference.moments(key), relative=2e-4, what=key)
+    masters = {name: param.detach() for name, param in reference.model.named_parameters()}
+    assert_close(engine_state(engine, Purpose.WEIGHT), masters, relative=2e-4, what="master")
 
 
 def run_engine(

@@ -27,6 +27,7 @@ from .harness import (
     SMALL,
     Reference,
     assert_close,
+    assert_steps_equal,
     engine_state,
     gradients_of,
     make_engine,
@@ -90,20 +91,7 @@ def test_two_steps_equal_plain_pytorch(kind: str, max_grad_norm: float) -> None:
     reference = Reference(
         model, learning_rate=LEARNING_RATE, max_grad_norm=max_grad_norm, rows_per_micro=2
     )
-    for rows in STEPS:
-        expected = reference.step(rows)
-        result = engine.step(rows, learning_rate=LEARNING_RATE)
-        assert result.loss == pytest.approx(expected.loss, rel=5e-6)
-        assert result.grad_norm == pytest.approx(expected.norm, rel=1e-5)
-        if max_grad_norm:
-            scale = min(1.0, max_grad_norm / (result.grad_norm + 1e-6))
-            mine = {n: g * scale for n, g in gradients_of(engine).items()}
-            assert_close(mine, expected.gradients, relative=2e-4, what="gradient")
-    for purpose, key in [(Purpose.EXP_AVG, "exp_avg"), (Purpose.EXP_AVG_SQ, "exp_avg_sq")]:
-        moments = engine_state(engine, purpose)
-        assert_close(moments, reference.moments(key), relative=2e-4, what=key)
-    masters = engine_state(engine, Purpose.WEIGHT)
-    assert_close(masters, masters_of(model), relative=2e-4, what="master")
+    assert_steps_equal(engine, reference, STEPS, learning_rate=LEARNING_RATE)
 
 
 PLACES: dict[str, dict[str, Any]] = {

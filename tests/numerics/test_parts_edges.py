@@ -20,7 +20,6 @@ from megatrain.data import Row
 from megatrain.engine import Engine, EngineOptions
 from megatrain.errors import UserError
 from megatrain.exporter import export_model
-from megatrain.layout import Purpose
 from megatrain.schedule import Spill
 from tests.checkpoint.runs import train, train_until
 from tests.cli.conftest import workspace
@@ -28,9 +27,7 @@ from tests.tokenizers_for_tests import byte_tokenizer
 
 from .harness import (
     Reference,
-    assert_close,
-    engine_state,
-    gradients_of,
+    assert_steps_equal,
     make_engine,
     make_rows,
     reference_model,
@@ -42,7 +39,6 @@ __all__ = ["workspace"]
 EXPERTS = 8
 STEPS = [make_rows(4, seed) for seed in (7, 8)]
 BIAS = "e_score_correction_bias"
-MOMENTS = {Purpose.EXP_AVG: "exp_avg", Purpose.EXP_AVG_SQ: "exp_avg_sq"}
 
 
 def two_layers(kind: str, **changes: Any) -> Any:
@@ -97,20 +93,7 @@ def check(
 ) -> None:
     options = replace(options, max_grad_norm=clip)
     engine, reference = pair(config, options, parts=parts, **others)
-    for rows in steps:
-        expected = reference.step(rows)
-        result = engine.step(rows, learning_rate=LEARNING_RATE)
-        assert result.loss == pytest.approx(expected.loss, rel=5e-6)
-        assert result.grad_norm == pytest.approx(expected.norm, rel=1e-5)
-        if clip:
-            scale = min(1.0, clip / (result.grad_norm + 1e-6))
-            mine = {name: each * scale for name, each in gradients_of(engine).items()}
-            assert_close(mine, expected.gradients, relative=2e-4, what="gradient")
-    for purpose, key in MOMENTS.items():
-        moments = engine_state(engine, purpose)
-        assert_close(moments, reference.moments(key), relative=2e-4, what=key)
-    masters = engine_state(engine, Purpose.WEIGHT)
-    assert_close(masters, masters_of(reference.model), relative=2e-4, what="master")
+    assert_steps_equal(engine, reference, steps, learning_rate=LEARNING_RATE)
 
 
 @pytest.fixture

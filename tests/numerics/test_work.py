@@ -45,6 +45,9 @@ def test_experts_count_as_often_as_tokens_use_them() -> None:
     router = hidden * config.num_local_experts
     assert work.traced
     assert work.product_flops == 2 * LENGTH * (attention + experts + router)
+    assert work.expert_flops == 2 * LENGTH * experts
+    assert work.last_product_flops == 0  # weighed by the router, so backward needs it
+    assert work.score_bytes == 0  # SDPA's
     assert share_of_experts(model) == config.num_experts_per_tok / config.num_local_experts
 
 
@@ -80,3 +83,11 @@ def test_a_compiled_layer_keeps_what_was_counted(name: str) -> None:
     assert not compiler.notices and compiler.num_programs == 1
     # Norms' factors and rotary angles come on top.
     assert counted <= sum(stored.values()) <= 1.3 * counted
+
+
+def test_scores_that_go_through_memory_are_counted() -> None:
+    config = make_config("llama")
+    config._attn_implementation = "eager"
+    model = split_model(build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16")
+    (work, *_) = count_layers(model, LENGTH)
+    assert work.score_bytes == 4 * config.num_attention_heads * LENGTH**2  # softmax is in fp32

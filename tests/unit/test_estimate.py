@@ -7,11 +7,15 @@ import pytest
 from megatrain.hardware import GPUS
 from megatrain.models.work import LayerWork
 from megatrain.planner.estimate import (
+    MORE_PER_PART,
+    REACHED_BY_EXPERTS,
     REACHED_FLOPS,
     REACHED_TRIAL,
+    SCORES_MOVED,
     compute_in_steps,
     compute_of,
     estimate_footprint,
+    in_stages,
     rates_of,
 )
 from megatrain.schedule import AttentionRate, ComputeRates, Footprint, ProductRate
@@ -97,3 +101,26 @@ def test_as_measured_products_and_attention_have_their_own_rates() -> None:
     assert found.forward_s == pytest.approx(product_s + attention_s)
     assert found.saved_backward_s == pytest.approx(2 * product_s + 4 * attention_s)
     assert found.backward_s == pytest.approx(3 * product_s + 5 * attention_s - last_s)
+
+
+def test_experts_and_scores_in_memory_take_longer() -> None:
+    compute, rates = compute_of(GPUS["L4"]), rates_of(GPUS["L4"], update_params_per_s=1e9)
+    plain = footprint(compute, WORK)
+    experts = footprint(compute, replace(WORK, expert_flops=4e9))
+    more_s = ROWS * 4e9 * (1 / REACHED_BY_EXPERTS - 1) / compute.products[0].flops_per_s
+    assert experts.forward_s == pytest.approx(plain.forward_s + more_s)
+    assert experts.saved_backward_s == pytest.approx(plain.saved_backward_s + 2 * more_s)
+    scores = footprint(compute, replace(WORK, score_bytes=10**6))
+    moved_s = ROWS * 10**6 / rates.device_bytes_per_s
+    assert scores.forward_s == pytest.approx(plain.forward_s + SCORES_MOVED[0] * moved_s)
+    assert scores.backward_s == pytest.approx(plain.backward_s + sum(SCORES_MOVED) * moved_s)
+
+
+def test_each_further_part_of_a_layer_s_experts_takes_longer() -> None:
+    whole = footprint(compute_of(GPUS["L4"]), WORK, WORK)
+    parts = 3
+    layers = [0] + [1] * (parts + 2)  # the first is not cut
+    cut = in_stages(whole, layers, carried_inputs=1)
+    expected = 2 + MORE_PER_PART * (parts - 1)
+    assert len(layers) * cut.forward_s == pytest.approx(expected * whole.forward_s)
+    assert len(layers) * cut.backward_s == pytest.approx(expected * whole.backward_s)

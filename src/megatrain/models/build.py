@@ -24,12 +24,14 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
-from megatrain.models.experts import DISPATCHED, GATHERED, offer_gathered_experts
+from megatrain.models.experts import DISPATCHED, offer_gathered_experts
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
 from megatrain.models.sinks import FUSED_SINKS, SINKS, offer_attention_with_sinks
 
+BY_ITSELF = ("grouped_mm", "eager")
+"""What transformers writes into a config as `experts_implementation`, with experts or without."""
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -135,24 +137,27 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             found=" ".join(str(error).split()).rstrip("."),
             change="look at config_overrides, attn_implementation and the model's config.json",
         ) from error
-    sinks = any(name.endswith(SINKS) for name, _ in model.named_parameters())
-    if config._attn_implementation == FUSED_SINKS and not sinks:
-        raise UserError(
-            asked=f"attn_implementation: {FUSED_SINKS} of model type '{config.model_type}'",
-            found="attention without sinks",
-            change="leave it out",
-        )
-    asked = config._experts_implementation
-    if asked == GATHERED and not any(DISPATCHED in each.__dict__ for each in model.modules()):
-        raise UserError(
-            asked=f"experts_implementation: {asked} of model type '{config.model_type}'",
-            found="no experts that can be computed in several ways",
-            change="leave it out",
-        )
+    _check_choices(config, model)
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"
     return model.train()
+
+
+def _check_choices(config: Any, model: PreTrainedModel) -> None:
+    """Refuse what was chosen for attention or experts that the model does not have."""
+    attention, experts = config._attn_implementation, config._experts_implementation
+    sinks = any(name.endswith(SINKS) for name, _ in model.named_parameters())
+    dispatched = any(DISPATCHED in module.__dict__ for module in model.modules())
+    found = None
+    if attention == FUSED_SINKS and not sinks:
+        asked, found = f"attn_implementation: {attention}", "attention without sinks"
+    elif experts not in (None, *BY_ITSELF) and not dispatched:
+        asked = f"experts_implementation: {experts}"
+        found = "no experts that can be computed in several ways"
+    if found:
+        asked += f" of model type '{config.model_type}'"
+        raise UserError(asked=asked, found=found, change="leave it out")
 
 
 def rope_types(config: Any) -> set[str]:

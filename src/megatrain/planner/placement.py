@@ -139,7 +139,7 @@ class PlacementRule:
         """As many of the first of those that are worth it as the host has room for: their updates
         come last in the backward.  None beside a disk, which is there for want of room.
         """
-        if self.plan.clip or placement.put_off or placement.on_disk or self.offload.disk:
+        if self.plan.clip or placement.on_disk or self.offload.disk:
             return NONE
         wanted = sorted(updates_to_put_off(self.laid_out(placement), self.layouts, self.footprint))
 
