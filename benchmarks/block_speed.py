@@ -39,6 +39,7 @@ from megatrain.models.work import count_layers
 
 RESULTS = Path(__file__).parent / "results" / "block_speed.jsonl"
 ATTENTION = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+OTHERWISE = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 VARIANTS = ("transformers", "eager", "compiled")
 
 
@@ -46,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shape", type=Path, help="a directory with a config.json")
+    parser.add_argument("--config-overrides", type=json.loads, default={}, help="JSON")
     parser.add_argument("--layer", type=int, default=0)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=1024)
@@ -132,6 +134,7 @@ def measure(
                 "model": args.shape.name,
                 "layer": args.layer,
                 "attention": args.attention,
+                "config_overrides": args.config_overrides,
                 "rows": args.rows,
                 "length": args.length,
                 "forward_ms": round(forward_ms, 3),
@@ -151,10 +154,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Every variant."""
     args = parse(arguments)
     device = torch.device(args.device)
-    config = read_config(args.shape, overrides={"num_hidden_layers": args.layer + 1})
+    overrides = {**args.config_overrides, "num_hidden_layers": args.layer + 1}
+    config = read_config(args.shape, overrides=overrides)
     model = split_model(build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16")
     model.move_buffers(device)
-    with sdpa_kernel([ATTENTION[args.attention], SDPBackend.MATH], set_priority=True):
+    with sdpa_kernel([ATTENTION[args.attention], *OTHERWISE], set_priority=True):
         rows = measure(args, model, device)
     versions = {
         "machine": torch.cuda.get_device_name() if device.type == "cuda" else device.type,

@@ -84,6 +84,8 @@ class BenchOptions:
     everything recomputed."""
     offload: dict[str, Any] = field(default_factory=dict)
     """See the config's key; only with place auto."""
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    """See the config's key."""
     expert_parts: int | None = None
     """Blocks that a layer's experts are streamed in; None: as many as a layer needs to fit."""
     device: str = "auto"
@@ -178,18 +180,18 @@ def _plan(
 
 
 def _shape(options: BenchOptions) -> Any:
-    """The config, cut to `layers` if they are given."""
-    config = read_config(Path(options.model))
+    """The config with `config_overrides`, cut to `layers` if they are given."""
+    path, overrides = Path(options.model), options.config_overrides
     if options.layers is None:
-        return config
-    depth = config.get_text_config(decoder=True).num_hidden_layers
+        return read_config(path, overrides=overrides)
+    depth = read_config(path).get_text_config(decoder=True).num_hidden_layers
     if options.layers > depth:
         raise UserError(
             asked=f"--layers {options.layers}",
             found=f"{options.model} has {depth}",
             change="give at most as many",
         )
-    return read_config(Path(options.model), overrides={"num_hidden_layers": options.layers})
+    return read_config(path, overrides={**overrides, "num_hidden_layers": options.layers})
 
 
 def _budgets(options: BenchOptions, plan: StepPlan, device: torch.device) -> Budgets:
@@ -298,6 +300,7 @@ def _figures(
         "same_tokens": options.same_tokens,
         "max_grad_norm": options.max_grad_norm,
         "place": options.place,
+        "config_overrides": options.config_overrides,
         "expert_parts": most_parts(model),
         "gpu_memory": options.gpu_memory,
         **_placed(plan),

@@ -180,6 +180,19 @@ def test_bench_takes_only_the_first_layers(workspace: Path) -> None:
     assert json.loads(Path("o.jsonl").read_text())["layers"] == 1
 
 
+def test_bench_changes_values_of_the_config(workspace: Path) -> None:
+    arguments = ["models/shape", "--rows", "1", "--length", "16", "--steps", "1"]
+    arguments += ["--warmup-steps", "0", "--layers", "1", "--output", "o.jsonl"]
+    run("bench", *arguments)
+    run("bench", *arguments, "--config-overrides", "{intermediate_size: 16}")
+    plain, changed = map(json.loads, Path("o.jsonl").read_text().splitlines())
+    assert changed["config_overrides"] == {"intermediate_size": 16}
+    assert changed["layers"] == 1 and changed["parameters"] < plain["parameters"]
+    for wrong, message in [("3", "no mapping"), ("{intermediate: 3}", "key 'intermediate'")]:
+        with pytest.raises(UserError, match=message):
+            run("bench", *arguments, "--config-overrides", wrong)
+
+
 def test_the_demo_config_is_valid() -> None:
     config, notices = read_config(ROOT / "examples" / "demo.yaml")
     assert config.eval_split == 6

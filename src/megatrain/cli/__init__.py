@@ -14,6 +14,7 @@ from megatrain import __version__
 from megatrain.cli import planning, reading
 from megatrain.cli.arguments import (
     Calibrate,
+    ConfigOverrides,
     Device,
     DiskPath,
     ExpertParts,
@@ -24,6 +25,7 @@ from megatrain.cli.arguments import (
     Place,
     SameTokens,
     Shape,
+    parse_mapping,
     parse_micro_rows,
     parse_offload,
     parse_size,
@@ -133,6 +135,7 @@ def bench(
     disk_memory: Annotated[str | None, typer.Option(help="Room to use there.")] = None,
     place: Place = "auto",
     offload: Offload = None,
+    config_overrides: ConfigOverrides = None,
     expert_parts: ExpertParts = None,
     compiled: Annotated[bool, typer.Option(help="Compile layers and loss, on a GPU.")] = True,
     device: Device = "auto",
@@ -165,6 +168,9 @@ def bench(
         disk_memory=parse_size("disk_memory", disk_memory),
         place=place,
         offload=parse_offload(offload),
+        config_overrides=parse_mapping(
+            "config_overrides", config_overrides, example="{sliding_window: 512}"
+        ),
         expert_parts=expert_parts,
         device=device,
         compile=compiled,

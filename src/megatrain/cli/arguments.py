@@ -25,6 +25,10 @@ Offload = Annotated[
     str | None,
     typer.Option(help="What to put where, as in the config, such as '{resident: 2, saved: 1}'."),
 ]
+ConfigOverrides = Annotated[
+    str | None,
+    typer.Option(help="Values of the model's config to change, such as '{sliding_window: 512}'."),
+]
 Revision = Annotated[str | None, typer.Option(help="Revision of a model id.")]
 CacheDir = Annotated[str | None, typer.Option(help="The Hub's cache.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
@@ -70,20 +74,23 @@ def parse_size(name: str, text: str | None) -> int | None:
         raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
 
 
-def parse_offload(text: str | None) -> dict[str, Any]:
-    """A mapping as in the config.
+def parse_mapping(name: str, text: str | None, *, example: str) -> dict[str, Any]:
+    """A mapping as in the config; empty where nothing is said.
 
     Raises:
         UserError: if it is none.
     """
     if text is None:
         return {}
-    found = parse_overrides([f"offload={text}"])["offload"]
+    found = parse_overrides([f"{name}={text}"])[name]
     if not isinstance(found, dict):
-        raise UserError(
-            asked=f"--offload {text}", found="no mapping", change="write '{resident: 2, saved: 1}'"
-        )
+        raise UserError(asked=f"{name}: {text}", found="no mapping", change=f"write '{example}'")
     return found
+
+
+def parse_offload(text: str | None) -> dict[str, Any]:
+    """What to put where; see `parse_mapping`."""
+    return parse_mapping("offload", text, example="{resident: 2, saved: 1}")
 
 
 def parse_micro_rows(text: str) -> int | None:
