@@ -12,8 +12,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 from megatrain.data.packing import joined
 from megatrain.errors import UserError
 from megatrain.models import build_on_meta
+from megatrain.models.flash_sinks import causal_with_sinks
 from megatrain.models.packing_proof import prove_packing
-from megatrain.models.sinks import FUSED_SINKS, attention_with_sinks
+from megatrain.models.sinks import FAMILIES, FUSED_SINKS, attention_with_sinks
 
 from .harness import (
     SMALL,
@@ -31,6 +32,7 @@ KINDS = {
     "gpt_oss": {**MIXTURES["gpt_oss"], "layer_types": ["full_attention", "sliding_attention"] * 2},
     "granite_swa": {"sliding_window": 4},
 }
+assert set(KINDS) == set(FAMILIES)
 
 
 def config_of(kind: str, attention: str | None = None) -> Any:
@@ -48,12 +50,12 @@ def with_sinks(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_steps_equal_plain_pytorch(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "parts"), [*((kind, None) for kind in KINDS), ("gpt_oss", 3)])
+def test_two_steps_equal_plain_pytorch(kind: str, parts: int | None) -> None:
     model = with_sinks(kind)
     assert model.config._attn_implementation == "eager"
-    options = replace(OPTIONS, max_grad_norm=0.05)
-    engine = make_engine(config_of(kind, FUSED_SINKS), masters_of(model), options=options)
+    options, config = replace(OPTIONS, max_grad_norm=0.05), config_of(kind, FUSED_SINKS)
+    engine = make_engine(config, masters_of(model), options=options, expert_parts=parts)
     reference = Reference(model, learning_rate=1e-3, max_grad_norm=0.05, rows_per_micro=2)
     steps = [make_rows(5, seed) for seed in range(2)]
     assert_steps_equal(engine, reference, steps, learning_rate=1e-3)
@@ -97,8 +99,36 @@ def test_fewer_queries_than_keys_see_all_before_them(queries: int) -> None:
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("extreme", [0.0, 60.0, -60.0], ids=["usual", "large", "small"])
+@pytest.mark.parametrize("window", [0, 1, 3, 64])
+def test_gradients_equal_those_of_eager_code(window: int, extreme: float) -> None:
+    torch.manual_seed(0)
+    module, tokens, scaling = _Attention(), 11, 8**-0.5
+    module.sinks.data += extreme * torch.tensor([0.0, 1.0, 0.0, 1.0])
+    query = torch.randn(3, 4, tokens, 8, requires_grad=True)
+    key, value = (torch.randn(3, 2, tokens, 8, requires_grad=True) for _ in "kv")
+    ages = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    unseen = (ages < 0) | (ages >= (window or tokens))
+    mask: Tensor = torch.zeros(tokens, tokens).masked_fill(unseen, -torch.inf)
+    expected, _ = eager_attention_forward(module, query, key, value, mask, scaling)
+    found, _ = attention_with_sinks(
+        module, query, key, value, None, scaling, s_aux=module.sinks, sliding_window=window or None
+    )
+    torch.testing.assert_close(found, expected)
+    inputs, outgoing = [query, key, value, module.sinks], torch.randn_like(expected)
+    pairs = (torch.autograd.grad(each, inputs, outgoing) for each in (found, expected))
+    for mine, theirs in zip(*pairs, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_it_is_an_operation_that_pytorch_can_trace() -> None:
+    arguments = [torch.randn(2, 5, heads, 8) for heads in (4, 2, 2)]
+    given = [each.requires_grad_() for each in (*arguments, torch.randn(4))]
+    torch.library.opcheck(causal_with_sinks, (*given, 3, 0.5))
+
+
 def test_attention_without_sinks_is_refused() -> None:
     config = AutoConfig.for_model("llama", **SMALL)
     config._attn_implementation = FUSED_SINKS
-    with pytest.raises(UserError, match=r"fused_sinks of model type 'llama'.*without sinks"):
+    with pytest.raises(UserError, match=r"fused_sinks of model type 'llama'.*gpt_oss, granite_swa"):
         build_on_meta(config, compute_dtype="float32")

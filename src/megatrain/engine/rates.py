@@ -17,11 +17,9 @@ from megatrain.schedule import Rates
 
 UPDATE_SAMPLE = 2**25
 """Parameters whose update is timed: far more than any cache holds."""
-BESIDE_OTHERS = 0.95
-"""Share of the update's rate that is left beside copies and launches.  H200 machine, 4.4 Gparam/s
-alone on 16 threads in a benchmark's own buffers: 4.46 in runs of a 7B model, which is all of it;
-3.3 to 3.9 in runs of 3B with inputs of layers spilled, when the bus was busier.  Nearer to the
-first, as runs that wait for updates are those of large models."""
+BESIDE_OTHERS = 0.83
+"""Share of the update's rate that is left beside copies and launches: 0.75 to 0.94 in four runs of
+mixtures on the H200's machine, 4.5 to 5.2 Gparam/s alone (docs/log.md)."""
 UPDATES_S = 0.5
 """For so long updates are timed, the second half counts: 35 ms on the H200's machine found 2.4 to
 4.6 Gparam/s where 14 runs behind them did 4.2 to 4.6, and two 2.9 and 3.6 (docs/log.md)."""

@@ -28,7 +28,7 @@ from megatrain.models.experts import DISPATCHED, offer_gathered_experts
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
-from megatrain.models.sinks import FUSED_SINKS, SINKS, offer_attention_with_sinks
+from megatrain.models.sinks import FAMILIES, FUSED_SINKS, offer_attention_with_sinks
 
 BY_ITSELF = ("grouped_mm", "eager")
 """What transformers writes into a config as `experts_implementation`, with experts or without."""
@@ -147,11 +147,10 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
 def _check_choices(config: Any, model: PreTrainedModel) -> None:
     """Refuse what was chosen for attention or experts that the model does not have."""
     attention, experts = config._attn_implementation, config._experts_implementation
-    sinks = any(name.endswith(SINKS) for name, _ in model.named_parameters())
     dispatched = any(DISPATCHED in module.__dict__ for module in model.modules())
     found = None
-    if attention == FUSED_SINKS and not sinks:
-        asked, found = f"attn_implementation: {attention}", "attention without sinks"
+    if attention == FUSED_SINKS and config.model_type not in FAMILIES:
+        asked, found = f"attn_implementation: {attention}", f"it is for {', '.join(FAMILIES)}"
     elif experts not in (None, *BY_ITSELF) and not dispatched:
         asked = f"experts_implementation: {experts}"
         found = "no experts that can be computed in several ways"

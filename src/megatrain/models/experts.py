@@ -83,13 +83,14 @@ def gathered_experts_forward(
         top_k_index: (T, K); experts of other parts have the number E.
         top_k_weights: (T, K).
     """
-    experts: Any = self
+    experts: Any = self  # of transformers 5.17: some attributes came later
     expert_S, order_S = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse_S = torch.empty_like(order_S)
     inverse_S[order_S] = torch.arange(order_S.shape[0], device=order_S.device)
     every_E = torch.arange(experts.num_experts, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, every_E, right=True, out_int32=True)
-    elsewhere = (expert_S >= experts.num_experts)[:, None] if experts._is_expert_parallel else None
+    in_parts = getattr(experts, "_is_expert_parallel", False)
+    elsewhere = (expert_S >= experts.num_experts)[:, None] if in_parts else None
 
     def only_here(rows_SN: Tensor) -> Tensor:
         """Products leave rows of other parts' experts as they were in memory, backward too."""
@@ -109,7 +110,7 @@ def gathered_experts_forward(
     else:
         rows_SN = experts.act_fn(product(rows_SD, "up_proj"))
     rows_SD = product(rows_SN, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):
         rows_SD = experts.post_expert_norm(rows_SD)
     rows_SD = _Permute.apply(rows_SD, inverse_S, order_S)
     weighted_TKD = rows_SD.view(*top_k_index.shape, -1) * top_k_weights[..., None]

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from megatrain.errors import UserError
 from megatrain.models.experts import GATHERED
+from megatrain.models.sinks import FAMILIES, FUSED_SINKS
 
 NOT_HERE = {
     "model_type": "the weights belong to one model type",
@@ -67,6 +68,8 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
                 found=" ".join(str(error).split()).rstrip("."),
                 change="give values that fit each other and the model",
             ) from error
+    if attention is None and config.model_type in FAMILIES:
+        attention = FUSED_SINKS
     if attention is not None:
         config._attn_implementation = attention
     if experts is not None:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megatrain.models.active import EXPERT, share_of_experts
 from megatrain.models.blocks import BlockModel
+from megatrain.models.flash_sinks import WITH_SINKS
 from megatrain.models.probe import stand_in_params
 from megatrain.models.recorder import LayerCall
 from megatrain.models.templates import layer_templates
@@ -159,6 +160,13 @@ class _Counter(TorchDispatchMode):
         elif packet is torch.ops.aten._softmax and result.dim() == SCORES:
             self.score_bytes += result.nbytes
             return result
+        elif packet is WITH_SINKS:
+            query_BTHD, _, value_BSKD, _, window, _ = args
+            keys = value_BSKD.shape[1]
+            seen = window if 0 < window < keys else keys / 2
+            pairs = query_BTHD.shape[:-1].numel() * seen
+            self.count_attention(pairs, query_BTHD, value_BSKD, result[0])
+            return result
         elif packet in flop_registry:
             flops = flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         else:
@@ -167,6 +175,12 @@ class _Counter(TorchDispatchMode):
         self.last_product_flops = 0.0 if packet is torch.ops.aten._grouped_mm else flops
         self.kept.append(result.nbytes if isinstance(result, Tensor) else result[0].nbytes)
         return result
+
+    def count_attention(self, pairs: float, query: Tensor, value: Tensor, output: Tensor) -> None:
+        """Of a query and a key, of all heads."""
+        self.attention_flops += 2 * pairs * (query.shape[-1] + value.shape[-1])
+        self.head_dim = query.shape[-1]
+        self.kept.append(output.nbytes)
 
 
 class _Attention(TorchFunctionMode):
@@ -188,7 +202,5 @@ class _Attention(TorchFunctionMode):
         query, key, value = (*args, *(kwargs or {}).values())[:3]
         result = query.new_empty((*query.shape[:-1], value.shape[-1]))
         pairs = query.shape[:-1].numel() * key.shape[-2] / 2
-        self._counter.attention_flops += 2 * pairs * (query.shape[-1] + value.shape[-1])
-        self._counter.head_dim = query.shape[-1]
-        self._counter.kept.append(result.nbytes)
+        self._counter.count_attention(pairs, query, value, result)
         return result

@@ -59,8 +59,8 @@ class ModelKeys(Keys):
     )
     attn_implementation: str | None = Field(
         None,
-        description="Attention code: eager or sdpa of transformers, or fused_sinks of our own,"
-        " which is SDPA for attention with sinks (gpt-oss); default: transformers' choice.",
+        description="Attention code: eager or sdpa of transformers, or fused_sinks of our own;"
+        " default: fused_sinks for gpt_oss and granite_swa, else transformers' choice.",
     )
     expert_parts: int | None = Field(
         None,
