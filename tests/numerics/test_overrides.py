@@ -185,10 +185,10 @@ def test_the_attention_asked_for_is_the_one_built(attention: str, tmp_path: Path
 
 def test_how_experts_are_computed_is_a_choice_of_the_run(tmp_path: Path) -> None:
     path = saved(tmp_path, "mixtral", **SMALL, num_local_experts=4)
-    config = changed(path, experts_implementation="gathered")
+    config = changed(path, experts_implementation="batched_mm")
     model = build_on_meta(config, compute_dtype="float32")
-    assert set(model.get_experts_implementation().values()) == {"gathered"}
-    assert "gathered" not in config.to_json_string()
-    dense = changed(saved(tmp_path / "dense"), experts_implementation="gathered")
-    with pytest.raises(UserError, match=r"gathered of model type 'llama'.*leave it out"):
+    assert set(model.get_experts_implementation().values()) == {"batched_mm"}
+    assert "batched_mm" not in config.to_json_string()
+    dense = changed(saved(tmp_path / "dense"), experts_implementation="batched_mm")
+    with pytest.raises(UserError, match=r"batched_mm of model type 'llama'.*leave it out"):
         build_on_meta(dense, compute_dtype="float32")

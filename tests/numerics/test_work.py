@@ -12,9 +12,11 @@ from megatrain.engine.compiled import Compiler, Run
 from megatrain.models import build_on_meta, split_model
 from megatrain.models.active import share_of_experts
 from megatrain.models.passes import as_leaves, forward_with_graph
+from megatrain.models.sinks import FUSED_SINKS
 from megatrain.models.work import count_layers
 
 from .harness import make_config, reference_model
+from .test_parts import config_of
 
 LENGTH = 16
 
@@ -45,7 +47,8 @@ def test_experts_count_as_often_as_tokens_use_them() -> None:
     router = hidden * config.num_local_experts
     assert work.traced
     assert work.product_flops == 2 * LENGTH * (attention + experts + router)
-    assert work.expert_flops == 2 * LENGTH * experts
+    in_and_out = (hidden + 2 * inner) + (inner + hidden)  # numbers of two bytes
+    assert work.expert_row_bytes == 2 * LENGTH * config.num_experts_per_tok * in_and_out
     assert work.last_product_flops == 0  # weighed by the router, so backward needs it
     assert work.score_bytes == 0  # SDPA's
     assert share_of_experts(model) == config.num_experts_per_tok / config.num_local_experts
@@ -83,6 +86,20 @@ def test_a_compiled_layer_keeps_what_was_counted(name: str) -> None:
     assert not compiler.notices and compiler.num_programs == 1
     # Norms' factors and rotary angles come on top.
     assert counted <= sum(stored.values()) <= 1.3 * counted
+
+
+def test_windows_of_attention_with_sinks_are_counted() -> None:
+    config = config_of(
+        "gpt_oss", layer_types=["full_attention", "sliding_attention", "full_attention"]
+    )
+    config._attn_implementation = FUSED_SINKS
+    model = split_model(build_on_meta(config, compute_dtype="bfloat16"), compute_dtype="bfloat16")
+    full, sliding, _ = count_layers(model, LENGTH)
+    per_key = 4 * LENGTH * config.num_attention_heads * config.head_dim
+    assert full.attention_flops == per_key * LENGTH / 2
+    assert sliding.attention_flops == per_key * config.sliding_window
+    assert full.score_bytes == sliding.score_bytes == 0
+    assert full.kept_bytes == sliding.kept_bytes
 
 
 def test_scores_that_go_through_memory_are_counted() -> None:

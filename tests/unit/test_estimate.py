@@ -7,8 +7,8 @@ import pytest
 from megatrain.hardware import GPUS
 from megatrain.models.work import LayerWork
 from megatrain.planner.estimate import (
+    EXPERT_ROWS_MOVED,
     MORE_PER_PART,
-    REACHED_BY_EXPERTS,
     REACHED_FLOPS,
     REACHED_TRIAL,
     SCORES_MOVED,
@@ -106,8 +106,8 @@ def test_as_measured_products_and_attention_have_their_own_rates() -> None:
 def test_experts_and_scores_in_memory_take_longer() -> None:
     compute, rates = compute_of(GPUS["L4"]), rates_of(GPUS["L4"], update_params_per_s=1e9)
     plain = footprint(compute, WORK)
-    experts = footprint(compute, replace(WORK, expert_flops=4e9))
-    more_s = ROWS * 4e9 * (1 / REACHED_BY_EXPERTS - 1) / compute.products[0].flops_per_s
+    experts = footprint(compute, replace(WORK, expert_row_bytes=4e6))
+    more_s = EXPERT_ROWS_MOVED * ROWS * 4e6 / rates.device_bytes_per_s
     assert experts.forward_s == pytest.approx(plain.forward_s + more_s)
     assert experts.saved_backward_s == pytest.approx(plain.saved_backward_s + 2 * more_s)
     scores = footprint(compute, replace(WORK, score_bytes=10**6))

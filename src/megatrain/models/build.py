@@ -24,7 +24,6 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import UserError
-from megatrain.models.experts import DISPATCHED, offer_gathered_experts
 from megatrain.models.gguf import CONVERT, check_package
 from megatrain.models.overrides import override_config
 from megatrain.models.quantised import without_quantisation
@@ -32,6 +31,8 @@ from megatrain.models.sinks import FAMILIES, FUSED_SINKS, offer_attention_with_s
 
 BY_ITSELF = ("grouped_mm", "eager")
 """What transformers writes into a config as `experts_implementation`, with experts or without."""
+DISPATCHED = "is_transposed"
+"""An attribute that transformers gives all experts that its implementations compute."""
 COMPUTE_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -126,7 +127,6 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             found="router auxiliary losses, which need every layer's router at once",
             change="set config_overrides: {output_router_logits: false}",
         )
-    offer_gathered_experts()
     offer_attention_with_sinks()
     try:
         with no_init_weights(), _parameters_on_meta():

@@ -13,7 +13,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from megatrain.errors import UserError
-from megatrain.models.experts import GATHERED
 from megatrain.models.sinks import FAMILIES, FUSED_SINKS
 
 NOT_HERE = {
@@ -30,7 +29,7 @@ ROPE_KEPT = ("rope_theta", "partial_rotary_factor")
 NO_SCALING = {"rope_type": "default"}
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Keys that are no part of a config's values, and not saved with it."""
-EXPERTS = ("grouped_mm", "batched_mm", "eager", GATHERED)
+EXPERTS = ("grouped_mm", "batched_mm", "eager")
 
 
 def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> Any:

@@ -25,8 +25,7 @@ from torch.func import functional_call
 from megatrain.errors import UserError
 from megatrain.layout import BlockLayout, ParamSpec
 from megatrain.models.blocks import Block, BlockKind, BlockModel
-from megatrain.models.build import COMPUTE_DTYPES
-from megatrain.models.experts import DISPATCHED, GATHERED
+from megatrain.models.build import COMPUTE_DTYPES, DISPATCHED
 from megatrain.models.halves import (
     OUTPUT,
     ExpertsStandIn,
@@ -43,7 +42,7 @@ from megatrain.models.recorder import LayerCall
 from megatrain.models.stages import FIRST_EXPERT, ExpertRange, Stage
 from megatrain.models.templates import LayerTemplate, layer_templates
 
-IMPLEMENTATIONS = ("grouped_mm", "batched_mm", GATHERED)
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 """Of transformers' experts: those that leave out experts of another device.
 
 Its eager loops do so for some models and versions only."""

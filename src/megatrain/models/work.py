@@ -46,8 +46,8 @@ class LayerWork:
     """Results of products and attention but the last, and the layer's input."""
     traced: bool
     """Whether it was run; else it is estimated from its parameters."""
-    expert_flops: float = 0.0
-    """Those of `product_flops` whose rows are gathered by expert."""
+    expert_row_bytes: float = 0.0
+    """What goes into and comes out of products whose rows are gathered by expert."""
     score_bytes: int = 0
     """Of attention's scores, where these go through memory."""
 
@@ -105,7 +105,7 @@ def _count(
         head_dim=counter.head_dim,
         kept_bytes=kept,
         traced=True,
-        expert_flops=counter.expert_flops,
+        expert_row_bytes=counter.expert_row_bytes,
         score_bytes=counter.score_bytes,
     )
     return work, written
@@ -114,12 +114,13 @@ def _count(
 def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
     """Two FLOPs for each parameter that a token uses; every product's result kept."""
     share, tokens = share_of_experts(model) or 1.0, x_BTD.shape[0] * x_BTD.shape[1]
-    used = kept = experts = 0.0
+    used = kept = expert_rows = 0.0
     for name, param in model.container[index].named_parameters():
         part = share if EXPERT.fullmatch(name) else 1.0
         if param.dim() > 1:
             used += part * param.numel()
-            experts += part * param.numel() if EXPERT.fullmatch(name) else 0.0
+            if EXPERT.fullmatch(name):
+                expert_rows += part * param.numel() * sum(1 / each for each in param.shape[-2:])
             kept += part * param.numel() / min(param.shape[-2:])
     return LayerWork(
         product_flops=2 * used * tokens,
@@ -128,7 +129,7 @@ def _from_parameters(model: BlockModel, index: int, x_BTD: Tensor) -> LayerWork:
         head_dim=0,
         kept_bytes=x_BTD.nbytes + int(kept * tokens * x_BTD.element_size()),
         traced=False,
-        expert_flops=2 * experts * tokens,
+        expert_row_bytes=expert_rows * tokens * x_BTD.element_size(),
     )
 
 
@@ -144,7 +145,7 @@ class _Counter(TorchDispatchMode):
         self.product_flops: list[float] = []
         self.last_product_flops = 0.0
         """Of experts it is multiplied with what their router says, so backward needs it."""
-        self.attention_flops = self.expert_flops = 0.0
+        self.attention_flops = self.expert_row_bytes = 0.0
         self.score_bytes = 0
         self.head_dim = 0
         self.kept: list[int] = []
@@ -156,7 +157,7 @@ class _Counter(TorchDispatchMode):
         packet = func.overloadpacket
         if packet is torch.ops.aten._grouped_mm:
             flops = 2 * result.numel() * args[0].shape[-1]  # each token's row by one matrix
-            self.expert_flops += flops
+            self.expert_row_bytes += args[0].nbytes + result.nbytes
         elif packet is torch.ops.aten._softmax and result.dim() == SCORES:
             self.score_bytes += result.nbytes
             return result

@@ -24,15 +24,15 @@ REACHED_LINK = 0.80
 """Of PCIe's rate each way: 50.5 GB/s of 63, both ways at once."""
 REACHED_MEMORY = 0.90
 """Of the memory's peak: 4.3 TB/s of 4.8."""
-REACHED_BY_EXPERTS = 0.5
-"""Of what other products reach, with all that gathers, weighs and adds rows: 4 and 8 layers of
-Qwen3-30B-A3B, 64x1024 tokens."""
+EXPERT_ROWS_MOVED = 5.2
+"""Times that rows of experts' products are read or written, by all that gathers, weighs and adds
+them: 5.5 for Qwen3-30B-A3B and 4.8 for gpt-oss-20b, 16x1024 tokens."""
 SCORES_MOVED = (6, 12)
 """Times that scores in memory are read or written, forward and backward: 6 layers of
 gpt-oss-20b."""
-MORE_PER_PART = 0.22
-"""Of a layer's time, for each part of its experts but the first: 4 parts of gpt-oss-20b, 8 of
-gpt-oss-120b and of Qwen3-235B-A22B, 16x1024 tokens (0.22, 0.25, 0.2)."""
+MORE_PER_PART = 0.3
+"""Of a layer's time, for each part of its experts but the first: 8 parts of Qwen3-235B-A22B 0.2, 4
+of gpt-oss-20b and 8 of gpt-oss-120b, whose biases are picked by row too, 0.39 and 0.44."""
 BESIDE_PARTS = 2
 """Blocks of a layer in parts: what is before and after its experts."""
 WORKSPACE_OF_LAYER = 2.6
@@ -109,8 +109,9 @@ def estimate_footprint(
     largest = max(work.kept_bytes for work in works) * rows
     attention = [compute.attention_of(length=length, head_dim=each.head_dim) for each in works]
     both = list(zip(works, attention, strict=True))
-    products = [w.product_flops + w.expert_flops * (1 / REACHED_BY_EXPERTS - 1) for w in works]
-    product_s = rows * _mean(products) / flops_per_s
+    product_s = rows * _mean([each.product_flops for each in works]) / flops_per_s
+    expert_bytes = rows * _mean([each.expert_row_bytes for each in works])
+    product_s += EXPERT_ROWS_MOVED * expert_bytes / rates.device_bytes_per_s
     scores_s = rows * _mean([each.score_bytes for each in works]) / rates.device_bytes_per_s
     attention_s = rows * _mean([w.attention_flops / a.forward_flops_per_s for w, a in both])
     attention_backward_s = rows * _mean(
