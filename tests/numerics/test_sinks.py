@@ -1,6 +1,7 @@
 """`attn_implementation: fused_sinks`: plain transformers' eager steps, whole rows and packed."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megatrain.data.packing import joined
 from megatrain.errors import UserError
-from megatrain.models import build_on_meta
+from megatrain.models import build_on_meta, read_config
 from megatrain.models.flash_sinks import causal_with_sinks
 from megatrain.models.packing_proof import prove_packing
 from megatrain.models.sinks import FAMILIES, FUSED_SINKS, attention_with_sinks
@@ -132,3 +133,17 @@ def test_attention_without_sinks_is_refused() -> None:
     config._attn_implementation = FUSED_SINKS
     with pytest.raises(UserError, match=r"fused_sinks of model type 'llama'.*gpt_oss, granite_swa"):
         build_on_meta(config, compute_dtype="float32")
+    config = config_of("gpt_oss", FUSED_SINKS)
+    config.attention_dropout = 0.1
+    with pytest.raises(UserError, match=r"attention_dropout: 0\.1, which it does not have"):
+        build_on_meta(config, compute_dtype="float32")
+
+
+@pytest.mark.parametrize(("dropout", "attention"), [(0.0, FUSED_SINKS), (0.1, "eager")])
+def test_it_is_the_default_where_nothing_is_dropped(
+    dropout: float, attention: str, tmp_path: Path
+) -> None:
+    config_of("gpt_oss").save_pretrained(tmp_path)
+    config = read_config(tmp_path, overrides={"attention_dropout": dropout})
+    model = build_on_meta(config, compute_dtype="float32")
+    assert model.config._attn_implementation == attention

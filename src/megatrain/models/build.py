@@ -151,6 +151,9 @@ def _check_choices(config: Any, model: PreTrainedModel) -> None:
     found = None
     if attention == FUSED_SINKS and config.model_type not in FAMILIES:
         asked, found = f"attn_implementation: {attention}", f"it is for {', '.join(FAMILIES)}"
+    elif attention == FUSED_SINKS and config.attention_dropout:
+        asked = f"attn_implementation: {attention}"
+        found = f"attention_dropout: {config.attention_dropout}, which it does not have"
     elif experts not in (None, *BY_ITSELF) and not dispatched:
         asked = f"experts_implementation: {experts}"
         found = "no experts that can be computed in several ways"

@@ -67,7 +67,7 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
                 found=" ".join(str(error).split()).rstrip("."),
                 change="give values that fit each other and the model",
             ) from error
-    if attention is None and config.model_type in FAMILIES:
+    if attention is None and config.model_type in FAMILIES and not config.attention_dropout:
         attention = FUSED_SINKS
     if attention is not None:
         config._attn_implementation = attention
