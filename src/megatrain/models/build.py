@@ -5,6 +5,7 @@ Parameters go to the meta device as they are registered; buffers (`inv_freq`,
 nothing else could reproduce them.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,10 +139,20 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
             change="look at config_overrides, attn_implementation and the model's config.json",
         ) from error
     _check_choices(config, model)
+    _keep_buffers_in_fp32(model)
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"
     return model.train()
+
+
+def _keep_buffers_in_fp32(model: PreTrainedModel) -> None:
+    """What `from_pretrained` keeps in fp32; `from_config` of transformers 5.17 rounds buffers."""
+    kept = [re.compile(pattern) for pattern in model._keep_in_fp32_modules_strict or ()]
+    for name, buffer in model.named_buffers():
+        if any(pattern.search(name) for pattern in kept):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.float()
 
 
 def _check_choices(config: Any, model: PreTrainedModel) -> None:
