@@ -168,7 +168,7 @@ def check_offload_of_parts(offload: Mapping[str, Any], model: BlockModel) -> Non
         raise UserError(
             asked="offload of a model whose experts are streamed in parts",
             found="layers that are several blocks",
-            change="leave offload out, or raise gpu_memory so that whole layers fit",
+            change="leave offload out, or expert_parts, with gpu_memory that whole layers fit in",
         )
 
 

@@ -118,6 +118,7 @@ def test_a_nested_text_config_is_reached(tmp_path: Path) -> None:
         ({"rms_norm_ep": 1}, "'rms_norm_ep'.*model type 'llama'.*did you mean 'rms_norm_eps'"),
         ({"zzz": 1}, "see the model's config.json"),
         ({"experts_implementation": "sonic"}, "no such way here.*use grouped_mm, batched_mm"),
+        ({"attn_implementation": "flash_attention_2"}, "no such way here.*use eager, sdpa or"),
         ({"model_type": "gpt2"}, "one model type"),
         ({"dtype": "float16"}, "use the key dtype"),
         ({"rope_theta": 1e6}, "rope_parameters: {rope_theta"),

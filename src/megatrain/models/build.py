@@ -132,7 +132,7 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])
-    except ValueError as error:
+    except (ValueError, AssertionError, RuntimeError) as error:
         raise UserError(
             asked=f"build model type '{config.model_type}' as its config says",
             found=" ".join(str(error).split()).rstrip("."),

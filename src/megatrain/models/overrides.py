@@ -29,6 +29,7 @@ ROPE_KEPT = ("rope_theta", "partial_rotary_factor")
 NO_SCALING = {"rope_type": "default"}
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Keys that are no part of a config's values, and not saved with it."""
+ATTENTION = ("eager", "sdpa", FUSED_SINKS)
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 
 
@@ -51,12 +52,15 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
     attention = overrides.get("attn_implementation")
     experts = overrides.get("experts_implementation")
     changes = {key: value for key, value in overrides.items() if key not in IMPLEMENTATIONS}
-    if experts not in (None, *EXPERTS):
-        raise UserError(
-            asked=f"config_overrides: experts_implementation: {experts}",
-            found="no such way here to compute experts",
-            change=f"use {', '.join(EXPERTS[:-1])} or {EXPERTS[-1]}",
-        )
+    for key, chosen, ways in zip(
+        IMPLEMENTATIONS, (attention, experts), (ATTENTION, EXPERTS), strict=True
+    ):
+        if chosen not in (None, *ways):
+            raise UserError(
+                asked=f"config_overrides: {key}: {chosen}",
+                found="no such way here to compute it",
+                change=f"use {', '.join(ways[:-1])} or {ways[-1]}",
+            )
     if changes:
         values = _changed(config, stored, changes)
         try:

@@ -113,5 +113,5 @@ def check_fits(
         change="choose a smaller model, or free memory"
         if not need.host.get("gradient")
         else f"{pool}choose a smaller model, free memory, freeze blocks, let layers live on a disk"
-        " (disk_path), or set max_grad_norm: 0 (gradients then need no room of their own)",
+        " (disk_path), or set max_grad_norm: 0 (few gradients then wait on the host)",
     )

@@ -67,7 +67,7 @@ class ModelKeys(Keys):
         ge=1,
         description="Stream the experts of a mixture in so many blocks a layer, of two experts or"
         " more; default: whole layers unless the GPU is too small for them. Sums differ in their"
-        " order, nothing else.",
+        " order, and weights that model_init: random draws, block by block; nothing else.",
     )
     config_overrides: dict[str, Any] = Field(
         default_factory=dict,
