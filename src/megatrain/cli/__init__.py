@@ -25,7 +25,7 @@ from megatrain.cli.arguments import (
     Place,
     SameTokens,
     Shape,
-    parse_mapping,
+    parse_config_overrides,
     parse_micro_rows,
     parse_offload,
     parse_size,
@@ -148,8 +148,7 @@ def bench(
         calibrate_here(disk_path)
         return
     check_model(model)
-    _check_disk(disk_path, disk_memory)
-    _claim(trace=trace, output=output)
+    _check_paths(disk_path, disk_memory, trace=trace, output=output)
     from megatrain.bencher import BenchOptions, append_row, run_bench, table
 
     options = BenchOptions(
@@ -168,9 +167,7 @@ def bench(
         disk_memory=parse_size("disk_memory", disk_memory),
         place=place,
         offload=parse_offload(offload),
-        config_overrides=parse_mapping(
-            "config_overrides", config_overrides, example="{sliding_window: 512}"
-        ),
+        config_overrides=parse_config_overrides(config_overrides),
         expert_parts=expert_parts,
         device=device,
         compile=compiled,
@@ -182,17 +179,14 @@ def bench(
         append_row(Path(output), row)
 
 
-def _claim(**paths: str | None) -> None:
-    for key, path in paths.items():
+def _check_paths(disk_path: str | None, disk_memory: str | None, **files: str | None) -> None:
+    if disk_path is not None:
+        check_scratch(Path(disk_path))
+    elif disk_memory is not None:
+        raise UserError(asked="--disk-memory", found="no disk", change="give --disk-path too")
+    for key, path in files.items():
         if path is not None and not Path(path).exists():
             claim_file(key, Path(path))
-
-
-def _check_disk(path: str | None, memory: str | None) -> None:
-    if path is not None:
-        check_scratch(Path(path))
-    elif memory is not None:
-        raise UserError(asked="--disk-memory", found="no disk", change="give --disk-path too")
 
 
 @app.command()

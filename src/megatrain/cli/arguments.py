@@ -74,7 +74,7 @@ def parse_size(name: str, text: str | None) -> int | None:
         raise UserError(asked=name, found=str(error), change="give a size such as 24GiB") from error
 
 
-def parse_mapping(name: str, text: str | None, *, example: str) -> dict[str, Any]:
+def _parse_mapping(name: str, text: str | None, *, example: str) -> dict[str, Any]:
     """A mapping as in the config; empty where nothing is said.
 
     Raises:
@@ -89,8 +89,13 @@ def parse_mapping(name: str, text: str | None, *, example: str) -> dict[str, Any
 
 
 def parse_offload(text: str | None) -> dict[str, Any]:
-    """What to put where; see `parse_mapping`."""
-    return parse_mapping("offload", text, example="{resident: 2, saved: 1}")
+    """What to put where; see `_parse_mapping`."""
+    return _parse_mapping("offload", text, example="{resident: 2, saved: 1}")
+
+
+def parse_config_overrides(text: str | None) -> dict[str, Any]:
+    """What to change of a model's config; see `_parse_mapping`."""
+    return _parse_mapping("config_overrides", text, example="{sliding_window: 512}")
 
 
 def parse_micro_rows(text: str) -> int | None:
