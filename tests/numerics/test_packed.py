@@ -126,9 +126,11 @@ def test_packed_steps_equal_plain_pytorch_on_the_samples_alone(name: str, attent
         assert_close(mine, expected.gradients, relative=2e-4, what="gradient")
         assert result.real_tokens == sum(len(sample.input_ids) for sample in samples)
         assert result.supervised_weight == sum(float(s.weights[1:].sum()) for s in samples)
-    assert_close(
-        engine_state(engine, Purpose.WEIGHT), masters_of(model), relative=5e-4, what="master"
-    )
+        masters = engine_state(engine, Purpose.WEIGHT)
+        assert_close(masters, masters_of(model), relative=5e-4, what="master")
+        # Adam makes 3e-6 of a master out of the rounding of a gradient as small as its eps;
+        # gemma4's next gradients are 6e-4 apart then, on some CPUs. So both go on from one point.
+        model.load_state_dict(masters, strict=False)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gemma3", "gpt_oss"])

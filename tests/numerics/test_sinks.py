@@ -15,7 +15,12 @@ from megatrain.errors import UserError
 from megatrain.models import build_on_meta, read_config
 from megatrain.models.flash_sinks import causal_with_sinks
 from megatrain.models.packing_proof import prove_packing
-from megatrain.models.sinks import FAMILIES, FUSED_SINKS, attention_with_sinks
+from megatrain.models.sinks import (
+    FAMILIES,
+    FUSED_SINKS,
+    attention_with_sinks,
+    offer_attention_with_sinks,
+)
 
 from .harness import (
     SMALL,
@@ -98,6 +103,30 @@ def test_fewer_queries_than_keys_see_all_before_them(queries: int) -> None:
             module, query, key, value, given, scaling, s_aux=module.sinks
         )
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_logits_equal_those_of_eager_code(kind: str, cache: str) -> None:
+    """A static cache has room after the tokens that are there, which no query may see."""
+    offer_attention_with_sinks()
+    model, found = with_sinks(kind).eval(), []
+    prompt = torch.arange(14).reshape(2, 7) + 3
+    for attention in ("eager", FUSED_SINKS):
+        model.set_attn_implementation(attention)
+        result = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=6,
+            cache_implementation=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+            eos_token_id=None,
+            disable_compile=True,
+        )
+        found.append(torch.stack(result.logits))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("extreme", [0.0, 60.0, -60.0], ids=["usual", "large", "small"])

@@ -80,10 +80,14 @@ def attention_with_sinks(
 
 def _mask(**given: Any) -> Tensor | None:
     """As transformers' mask functions; None where rows are whole and nothing is padded."""
-    whole = given.get("allow_is_causal_skip", True) and given["attention_mask"] is None
-    if whole and given["q_length"] == given["kv_length"]:
+    may_skip = given.get("allow_is_causal_skip", True)
+    whole = given["attention_mask"] is None and given["q_length"] == given["kv_length"]
+    if may_skip and whole:
         return None
-    return sdpa_mask(**given)
+    # transformers makes none either for the first queries of a static cache, whose keys go on
+    # after them, where without a mask the last query would see the last key.
+    may_skip = may_skip and given["q_length"] == 1
+    return sdpa_mask(**given | {"allow_is_causal_skip": may_skip})
 
 
 def offer_attention_with_sinks() -> None:
