@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 from megatrain.engine import EngineOptions
 from megatrain.errors import UserError
-from megatrain.models import build_on_meta, read_config
+from megatrain.models import build_on_meta, read_config, split_model
 
 from .harness import (
     ADAMW,
@@ -132,6 +132,30 @@ def test_what_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         changed(saved(tmp_path), **overrides)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("num_attention_heads", 3),
+        ("num_key_value_heads", 3),
+        ("hidden_size", 0),
+        ("vocab_size", 0),
+        ("intermediate_size", -1),
+        ("num_local_experts", 0),
+        ("num_experts_per_tok", 99),
+    ],
+)
+def test_sizes_that_make_no_model_are_refused(key: str, value: int, tmp_path: Path) -> None:
+    path = saved(tmp_path, "mixtral", **CONFIGS["mixtral"][1], head_dim=8)
+
+    def split() -> None:
+        model = build_on_meta(changed(path, **{key: value}), compute_dtype="float32")
+        split_model(model, compute_dtype="float32")
+
+    with pytest.raises(UserError, match="config_overrides"):
+        split()
 
 
 def test_router_losses_are_turned_off_by_an_override(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def read_config(
         else:
             config = AutoConfig.from_pretrained(str(path))
             stored, _ = PreTrainedConfig.get_config_dict(str(path))
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+    except (OSError, ValueError, KeyError, ArithmeticError, StrictDataclassError) as error:
         found = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
             asked=asked,
@@ -121,6 +121,9 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     Args:
         config: a transformers config.
         compute_dtype: "bfloat16" or "float32": the dtype of weights and activations.
+
+    Raises:
+        UserError: if the config's values make no model, or choose what the model does not have.
     """
     if getattr(config, "output_router_logits", False):
         raise UserError(
@@ -132,18 +135,26 @@ def build_on_meta(config: Any, *, compute_dtype: str) -> PreTrainedModel:
     try:
         with no_init_weights(), _parameters_on_meta():
             model = AutoModelForCausalLM.from_config(config, dtype=COMPUTE_DTYPES[compute_dtype])
-    except (ValueError, AssertionError, RuntimeError) as error:
-        raise UserError(
-            asked=f"build model type '{config.model_type}' as its config says",
-            found=" ".join(str(error).split()).rstrip("."),
-            change="look at config_overrides, attn_implementation and the model's config.json",
-        ) from error
+    except (ArithmeticError, AssertionError, IndexError, RuntimeError, ValueError) as error:
+        raise misconfigured(config, error) from error
+    empty = [name for name, param in model.named_parameters() if param.numel() == 0]
+    if empty:
+        raise misconfigured(config, ValueError(f"{empty[0]} would have no elements"))
     _check_choices(config, model)
     _keep_buffers_in_fp32(model)
     model.tie_weights()
     stray = [name for name, tensor in model.named_buffers() if tensor.is_meta]
     assert not stray, f"buffers on meta: {stray}"
     return model.train()
+
+
+def misconfigured(config: Any, error: Exception) -> UserError:
+    """The error for a config whose values do not make a model that runs."""
+    return UserError(
+        asked=f"build model type '{config.model_type}' as its config says",
+        found=" ".join(str(error).split()).rstrip("."),
+        change="look at config_overrides, attn_implementation and the model's config.json",
+    )
 
 
 def _keep_buffers_in_fp32(model: PreTrainedModel) -> None:

@@ -65,7 +65,7 @@ def override_config(config: Any, stored: Mapping[str, Any], overrides: Mapping[s
         values = _changed(config, stored, changes)
         try:
             config = type(config).from_dict(values)
-        except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        except (StrictDataclassError, ValueError, TypeError, KeyError, ArithmeticError) as error:
             raise UserError(
                 asked=f"config_overrides: {dict(changes)}",
                 found=" ".join(str(error).split()).rstrip("."),

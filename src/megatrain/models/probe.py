@@ -16,7 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from megatrain.errors import UserError
-from megatrain.models.build import text_config
+from megatrain.models.build import misconfigured, text_config
 from megatrain.models.recorder import (
     BetweenLayersError,
     Chain,
@@ -118,6 +118,8 @@ class Probe:
                 )
             except BetweenLayersError as error:
                 raise refuse(self.model, f"it changes the hidden state {error}") from error
+            except RuntimeError as error:  # sizes that do not fit each other
+                raise misconfigured(self.model.config, error) from error
         findings.logits = output.logits
         findings.random = not torch.equal(rng, torch.get_rng_state())
         torch.set_rng_state(rng)
